@@ -1,0 +1,246 @@
+"""Every setting drumline has, with its default and its meaning. No torch here: `--help` must answer at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from drumline.errors import ConfigError
+
+Positions = Literal["learned", "rope"]
+Norm = Literal["layernorm", "rmsnorm"]
+Activation = Literal["gelu", "swiglu", "relu2"]
+OnError = Literal["stop", "skip"]
+Schedule = Literal["cosine", "wsd", "constant"]
+Device = Literal["auto", "cpu", "cuda", "mps"]
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """The shape of a GPT. The defaults are GPT-2 124M; `positions`, `norm` and `activation` choose the family."""
+
+    vocab_size: int = 50257
+    """Rows of the embedding: at least the tokenizer's size."""
+    max_position_embeddings: int = 1024
+    """The longest sequence the model is made for, in tokens."""
+    n_layers: int = 12
+    """Transformer blocks."""
+    n_heads: int = 12
+    """Attention heads; must divide d_model."""
+    d_model: int = 768
+    """Width of the residual stream."""
+    d_ff: int = 3072
+    """Inner width of the feed-forward part."""
+    dropout: float = 0.0
+    """Probability of dropping an activation while training."""
+    n_kv_heads: int | None = None
+    """Key and value heads (grouped-query attention); must divide n_heads. None: as many as n_heads."""
+    positions: Positions = "learned"
+    """How a token knows where it stands."""
+    norm: Norm = "layernorm"
+    """Normalisation before each part of a block and before the head."""
+    activation: Activation = "gelu"
+    """Nonlinearity of the feed-forward part; swiglu adds a gate (a third matrix)."""
+    qk_norm: bool = False
+    """Normalise queries and keys per head (RMS) before attention."""
+    bias: bool = True
+    """Bias terms in linear layers and LayerNorm, as GPT-2 has."""
+    tie_embeddings: bool = True
+    """Use the token embedding as the output matrix too."""
+    rope_theta: float = 10_000.0
+    """Base wavelength of rotary positions."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "max_position_embeddings", "n_layers", "n_heads", "d_model", "d_ff"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}", fix=f"give --{name} a value of 1 or more")
+        if self.d_model % self.n_heads:
+            raise ConfigError(
+                f"d_model {self.d_model} cannot be divided over {self.n_heads} heads",
+                fix="choose --d_model as a multiple of --n_heads",
+            )
+        if self.n_heads % self.kv_heads:
+            raise ConfigError(
+                f"{self.n_heads} heads cannot share {self.kv_heads} key/value heads evenly",
+                fix="choose --n_kv_heads as a divisor of --n_heads",
+            )
+        if self.positions == "rope" and self.head_width % 2:
+            raise ConfigError(
+                f"rotary positions need an even head width, not {self.head_width} (d_model / n_heads)",
+                fix="change --d_model or --n_heads, or use --positions learned",
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"dropout {self.dropout} is not a probability below 1", fix="use --dropout 0.0 to 0.9")
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_heads or self.n_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.d_model // self.n_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Which model to train: a preset, and what differs from it."""
+
+    preset: str = "tiny"
+    """A shape and defaults that suit it; `drumline train --help` ends with the list."""
+    model: str = "gpt"
+    """gpt, or package.module:name of a function: GPTConfig -> nn.Module."""
+    context: int | None = None
+    """Tokens per sequence. Default: the preset's."""
+    n_layers: int | None = None
+    """Transformer blocks. Default: the preset's."""
+    n_heads: int | None = None
+    """Attention heads. Default: the preset's."""
+    n_kv_heads: int | None = None
+    """Key and value heads, for grouped-query attention. Default: the preset's."""
+    d_model: int | None = None
+    """Width of the residual stream. Default: the preset's."""
+    d_ff: int | None = None
+    """Inner width of the feed-forward part. Default: the preset's."""
+    dropout: float | None = None
+    """Probability of dropping an activation while training. Default: the preset's."""
+    positions: Positions | None = None
+    """Learned position embeddings, or rotary ones. Default: the preset's."""
+    norm: Norm | None = None
+    """LayerNorm or RMSNorm. Default: the preset's."""
+    activation: Activation | None = None
+    """Nonlinearity of the feed-forward part. Default: the preset's."""
+    qk_norm: bool | None = None
+    """Normalise queries and keys before attention. Default: the preset's."""
+    bias: bool | None = None
+    """Bias terms in linear layers and LayerNorm. Default: the preset's."""
+    tie_embeddings: bool | None = None
+    """Use the token embedding as the output matrix too. Default: the preset's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What to train on. Text is prepared once and kept; token files are read as they are."""
+
+    train_data_path: str = "builtin"
+    """Tokens (.bin, prepared folder) or text: file, folder, glob, Hugging Face name, package.module:name, builtin."""
+    valid_data_path: str | None = None
+    """Held-out data, of the same kinds. Default: the source's validation split, or valid_fraction of the documents."""
+    valid_fraction: float = 0.02
+    """Share of the documents held out when there is no validation data."""
+    field: str = "text"
+    """The field of .jsonl, .json and .parquet rows that holds the text."""
+    on_error: OnError = "stop"
+    """Unreadable text: stop at the first, or skip, count and report."""
+    tokenizer: str | None = None
+    """A tokenizer.json to use. Default: one is trained on the text."""
+    vocab_size: int | None = None
+    """Size of the vocabulary to train. Default: the preset's."""
+    data_dir: str = "data"
+    """Where prepared tokens are kept for the next run."""
+    document_mask: bool = False
+    """Keep documents that share a sequence from attending to each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """How much a step sees. Total = batch_size x world size x gradient_accumulation_steps, fixed when a run starts."""
+
+    batch_size: int | None = None
+    """Sequences per micro-batch: what one rank computes at once. Default: the preset's."""
+    gradient_accumulation_steps: int | None = None
+    """Micro-batches each rank adds up before an update. Default: 1."""
+    global_batch_size: int | None = None
+    """Sequences per step over all ranks, set directly. Does not change with the number of ranks."""
+    total_steps: int | None = None
+    """Optimizer steps to train. Default: the preset's, or one epoch."""
+    epochs: float | None = None
+    """Passes over the training data, instead of total_steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW and its learning rate, which is a function of the step alone."""
+
+    lr: float | None = None
+    """Peak learning rate. Default: the preset's."""
+    schedule: Schedule = "cosine"
+    """After warmup: half a cosine, stable then linear decay (wsd), or constant."""
+    warmup_steps: int | None = None
+    """Steps of linear warmup. Default: a fiftieth of the run."""
+    min_lr_ratio: float = 0.1
+    """Where cosine and wsd end, as a share of the peak."""
+    decay_fraction: float = 0.2
+    """The share of the run that wsd spends decaying."""
+    weight_decay: float = 0.1
+    """Decay of matrices; norms and biases are never decayed."""
+    beta1: float = 0.9
+    """AdamW's memory of the gradient."""
+    beta2: float = 0.95
+    """AdamW's memory of its square."""
+    eps: float = 1e-8
+    """AdamW's guard against division by zero."""
+    grad_clip: float = 1.0
+    """Largest norm of the gradient; 0 turns clipping off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where a run lives, what it runs on, and how often it looks up."""
+
+    run_dir: str | None = None
+    """The run's folder. Default: runs/PRESET, numbered when that is taken. An existing run goes on."""
+    resume_from: str = "auto"
+    """`auto`: the newest valid checkpoint of the run folder; or the path of a checkpoint or run."""
+    allow_change: tuple[str, ...] = ()
+    """A setting that may differ from the run's own when it goes on; repeat for several."""
+    seed: int = 0
+    """Decides the order of the data, the first weights and every random draw."""
+    device: Device = "auto"
+    """auto: CUDA, then MPS, then the CPU."""
+    dtype: Dtype = "auto"
+    """Of the matrix products; weights stay float32. auto: bfloat16 on GPUs that have it, else float32."""
+    compile: bool = False
+    """Compile the model with torch.compile: slower start, faster steps."""
+    eval_every: int | None = None
+    """Steps between held-out evaluations. Default: a tenth of the run."""
+    eval_windows: int = 128
+    """Held-out sequences per evaluation while training; `drumline evaluate` takes all."""
+    save_every: int | None = None
+    """Steps between checkpoints. Default: a tenth of the run."""
+    keep_checkpoints: int = 3
+    """How many of the newest checkpoints are kept."""
+    max_nonfinite: int = 5
+    """Steps in a row with a loss or gradient that is not finite before the run stops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordConfig:
+    """Who is told about the run. metrics.jsonl and train.log are always written."""
+
+    log_every: int = 10
+    """Steps between records."""
+    sample_prompt: str = ""
+    """What the model is asked to continue at the end of training."""
+    tensorboard: bool = False
+    """Also write TensorBoard files into the run folder."""
+    use_wandb: bool = False
+    """Also report to Weights & Biases; offline when it cannot be reached."""
+    wandb_project: str = "drumline"
+    """Project name there."""
+    wandb_run_name: str | None = None
+    """Run name there. Default: the run folder's name."""
+    sink: str | None = None
+    """package.module:name of a function: run folder -> object with write(record) and close()."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All of it: one section of run.toml per field; no two sections share a setting's name."""
+
+    model: ModelSettings = ModelSettings()
+    data: DataConfig = DataConfig()
+    batch: BatchConfig = BatchConfig()
+    optim: OptimConfig = OptimConfig()
+    run: RunConfig = RunConfig()
+    records: RecordConfig = RecordConfig()
