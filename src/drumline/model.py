@@ -1,0 +1,354 @@
+"""GPT: tokens (B, T) -> logits (B, T, V). The only file that knows what is inside the model.
+
+Two families live here, and `GPTConfig` chooses each part on its own. Classic: learned positions, LayerNorm, GELU,
+biases and a tied head, which is GPT-2's function exactly. Modern: rotary positions, RMSNorm, normalised queries and
+keys, shared key/value heads, SwiGLU or squared ReLU, no biases. Both normalise before each part of a block.
+
+Shapes: B sequences, T tokens in this call, S tokens attended to (T and what a cache holds), V vocabulary, D d_model,
+H query heads, K key/value heads, W width of a head.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drumline.config import GPTConfig
+from drumline.errors import ConfigError
+
+__all__ = [
+    "GPT",
+    "CausalSelfAttention",
+    "FeedForward",
+    "GPTConfig",
+    "KVCache",
+    "TransformerBlock",
+    "summed_cross_entropy",
+]
+
+IGNORED = -100
+"""A label or target that does not count towards the loss."""
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer."""
+
+    rope: Tensor | None
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
+        learned = config.positions == "learned"
+        self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model) if learned else None
+        # Not persistent: the table follows from the config, so it has no place in a checkpoint.
+        self.register_buffer("rope", None if learned else rope_table(config), persistent=False)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
+        self.final_norm = make_norm(config, config.d_model)
+        self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        """Normal with deviation 0.02; what writes into the residual stream starts smaller, the more layers do so."""
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                writes_residual = name.endswith(("attention.out", "feed_forward.down"))
+                nn.init.normal_(module.weight, std=residual_std if writes_residual else 0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        targets: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """(logits (B, T, V), loss); the loss is None without labels or targets.
+
+        input_ids:      int64 (B, T)
+        attention_mask: (B, T), 1 for a token, 0 for padding before or after the tokens; no token attends to padding
+        labels:         int64 (B, T), the tokens of input_ids, shifted in here; the loss is their mean in nats
+        targets:        int64 (B, T), the *next* token at each position; the loss is their SUM in nats, float32, and the
+                        logits are None, so that they need not exist all at once
+        document_ids:   int (B, T); a token attends only within its id, and positions restart where the id changes
+        cache:          what came before; the tokens of this call are added to it
+
+        A label or target of -100 does not count.
+        """
+        if labels is not None and targets is not None:
+            raise ConfigError(
+                "both labels and targets were given", fix="give labels (not shifted) or targets (shifted)"
+            )
+        hidden = self.hidden(input_ids, documents=merge_documents(attention_mask, document_ids), cache=cache)
+        if targets is not None:
+            return None, summed_cross_entropy(hidden, self.head_weight, targets)
+        logits = self.logits(hidden)
+        if labels is None:
+            return logits, None
+        return logits, F.cross_entropy(
+            logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED
+        )
+
+    def hidden(self, input_ids: Tensor, *, documents: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """The residual stream after the last block, normalised: (B, T) -> (B, T, D)."""
+        past = cache.length if cache is not None else 0
+        length = input_ids.size(1)
+        if past + length > self.config.max_position_embeddings:
+            raise ConfigError(
+                f"{past + length} tokens are more than the model's {self.config.max_position_embeddings} positions",
+                fix=f"use at most {self.config.max_position_embeddings} tokens, or a model with a larger context",
+            )
+        if cache is not None and documents is not None:
+            raise ConfigError(
+                "a cache cannot be combined with attention_mask or document_ids",
+                fix="leave out the cache, or give sequences without padding",
+            )
+        x = self.token_embedding(input_ids)  # (B, T, D)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(positions(input_ids, documents, past=past))  # (B, T, D) + (T or B T, D)
+        x = self.dropout(x)
+        # Rotary positions are relative, so they need not restart with each document.
+        rope = None if self.rope is None else self.rope[:, past : past + length]  # (2, T, W / 2)
+        mask = attention_mask_for(documents, length, past=past, device=input_ids.device)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rope, mask, None if cache is None else cache.layers[layer])
+        normed: Tensor = self.final_norm(x)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, V)."""
+        return F.linear(hidden, self.head_weight)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output matrix (V, D): the token embedding, unless the head is its own."""
+        return self.token_embedding.weight if self.head is None else self.head.weight
+
+    def num_parameters(self, *, embedding: bool = True) -> int:
+        """Weights in the model; `embedding=False` leaves out the token and position tables (a tied head is one)."""
+        tables = (self.token_embedding, self.position_embedding)
+        left_out = 0 if embedding else sum(table.weight.numel() for table in tables if table is not None)
+        return sum(p.numel() for p in self.parameters()) - left_out
+
+    def flops_per_token(self, context: int) -> int:
+        """Floating-point operations to train on one token: 6 for each weight it is multiplied with, plus attention.
+
+        As PaLM counts them: attention over the whole context, although causality lets half of it be skipped.
+        """
+        matmul_weights = self.num_parameters(embedding=False)
+        if self.head is None:
+            matmul_weights += self.token_embedding.weight.numel()
+        return 6 * matmul_weights + 12 * self.config.n_layers * self.config.d_model * context
+
+
+class TransformerBlock(nn.Module):
+    """Attention, then feed-forward, each on a normalised copy of the residual stream and added back to it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config, config.d_model)
+        self.attention = CausalSelfAttention(config)
+        self.feed_forward_norm = make_norm(config, config.d_model)
+        self.feed_forward = FeedForward(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, mask: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D); the other arguments are CausalSelfAttention's."""
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask, cache))
+        output: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
+        return output
+
+
+class CausalSelfAttention(nn.Module):
+    """Each token looks at itself and at the tokens before it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.n_heads, self.kv_heads, self.head_width = config.n_heads, config.kv_heads, config.head_width
+        self.dropout_probability = config.dropout
+        self.qkv = nn.Linear(
+            config.d_model, (config.n_heads + 2 * config.kv_heads) * config.head_width, bias=config.bias
+        )
+        self.query_norm = RMSNorm(config.head_width) if config.qk_norm else None
+        self.key_norm = RMSNorm(config.head_width) if config.qk_norm else None
+        self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+
+    def forward(
+        self, x: Tensor, rope: Tensor | None = None, mask: Tensor | None = None, cache: LayerCache | None = None
+    ) -> Tensor:
+        """(B, T, D) -> (B, T, D).
+
+        rope: (2, T, W / 2), cosines and sines of this call's positions; None: positions are already in x
+        mask: bool (T, S) or (B, 1, T, S), True where a query may attend to a key; None: all keys up to the query's own
+        """
+        heads = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # (B, H + 2 K, T, W)
+        q, k, v = heads.split((self.n_heads, self.kv_heads, self.kv_heads), dim=1)  # (B, H, T, W), 2 x (B, K, T, W)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)  # each head's vector to length sqrt(W)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)  # (B, H, T, W), (B, K, T, W)
+        if cache is not None:
+            k, v = cache.append(k, v)  # 2 x (B, K, S, W)
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout_probability if self.training else 0.0,
+            is_causal=mask is None and q.size(2) > 1,  # a single query is the newest token: it may see every key
+            enable_gqa=self.kv_heads != self.n_heads,  # query head h uses key/value head h * K // H
+        )  # (B, H, T, W)
+        merged = y.transpose(1, 2).flatten(2)  # (B, T, D)
+        output: Tensor = self.out(merged)
+        return output
+
+
+class FeedForward(nn.Module):
+    """The same small network at every position: widen, bend, narrow."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.activation = config.activation
+        self.up = nn.Linear(config.d_model, config.d_ff, bias=config.bias)
+        self.gate = nn.Linear(config.d_model, config.d_ff, bias=config.bias) if config.activation == "swiglu" else None
+        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, T, D), through (B, T, d_ff)."""
+        if self.gate is not None:
+            inner = F.silu(self.gate(x)) * self.up(x)
+        elif self.activation == "relu2":
+            inner = F.relu(self.up(x)).square()
+        else:
+            inner = F.gelu(self.up(x), approximate="tanh")
+        output: Tensor = self.down(inner)
+        return output
+
+
+class RMSNorm(nn.RMSNorm):
+    """Scales a vector to a root mean square of 1, then by a learned weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, eps=1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Under autocast x may be bfloat16 beside a float32 weight, for which torch has no fused kernel.
+        return F.rms_norm(x, self.normalized_shape, self.weight.type_as(x), self.eps)
+
+
+def make_norm(config: GPTConfig, width: int) -> nn.Module:
+    return RMSNorm(width) if config.norm == "rmsnorm" else nn.LayerNorm(width, eps=1e-5, bias=config.bias)
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, for generating text: room is made once and filled in place."""
+
+    def __init__(self, model: GPT, *, batch_size: int = 1) -> None:
+        config = model.config
+        shape = (batch_size, config.kv_heads, config.max_position_embeddings, config.head_width)
+        self.layers = [LayerCache(model.token_embedding.weight.new_empty(2, *shape)) for _ in range(config.n_layers)]
+
+    @property
+    def length(self) -> int:
+        """Tokens held."""
+        return self.layers[0].length
+
+    def clear(self) -> None:
+        for layer in self.layers:
+            layer.length = 0
+
+
+class LayerCache:
+    """One layer's part of a KVCache. room: (2, B, K, most tokens, W)."""
+
+    def __init__(self, room: Tensor) -> None:
+        self.keys, self.values = room
+        self.length = 0
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add 2 x (B, K, T, W); give all that is held, as views of 2 x (B, K, S, W)."""
+        end = self.length + k.size(2)
+        self.keys[:, :, self.length : end] = k
+        self.values[:, :, self.length : end] = v
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
+def rope_table(config: GPTConfig) -> Tensor:
+    """Cosine and sine of every position's angle for every pair of a head's numbers: float32 (2, positions, W / 2)."""
+    pairs = torch.arange(0, config.head_width, 2, dtype=torch.float32)  # (W / 2)
+    turns_per_token = 1.0 / config.rope_theta ** (pairs / config.head_width)
+    places = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    angles = torch.outer(places, turns_per_token)  # (positions, W / 2)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Turn each pair (i, i + W / 2) of a head's numbers by its position's angle, as Llama pairs them: (..., T, W)."""
+    cos, sin = rope  # 2 x (T, W / 2)
+    first, second = x.chunk(2, dim=-1)  # 2 x (..., T, W / 2)
+    # A bfloat16 x is turned in the table's float32: its own 8 bits would blur far positions.
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
+
+
+def merge_documents(attention_mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
+    """Ids (B, T) that differ wherever tokens must not see each other.
+
+    Padding is a document of its own: no token looks at it, and it looks at itself, so that no softmax is empty.
+    """
+    if attention_mask is None or document_ids is None:
+        return document_ids if attention_mask is None else attention_mask
+    return 2 * document_ids + (attention_mask == 0)
+
+
+def positions(input_ids: Tensor, documents: Tensor | None, *, past: int) -> Tensor:
+    """How far each token is from the start of its document: int64 (T), or (B, T) where documents are given."""
+    places = torch.arange(past, past + input_ids.size(1), device=input_ids.device)  # (T)
+    if documents is None:
+        return places
+    starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)  # (B, T)
+    return places - torch.where(starts, places, 0).cummax(dim=1).values
+
+
+def attention_mask_for(documents: Tensor | None, length: int, *, past: int, device: torch.device) -> Tensor | None:
+    """True where a query may see a key: (B, 1, T, T) for documents, (T, past + T) for several tokens after a past.
+
+    None where plain causality is all there is, for which attention has faster kernels.
+    """
+    if documents is not None:
+        same = documents[:, :, None] == documents[:, None, :]  # (B, T, T)
+        return same.tril()[:, None]
+    if past and length > 1:
+        return torch.ones(length, past + length, dtype=torch.bool, device=device).tril(past)
+    return None
+
+
+def summed_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy of the targets summed over all positions, in nats: float32 scalar.
+
+    hidden:  (B, T, D)
+    weight:  (V, D), the output matrix
+    targets: int64 (B, T); -100 marks a position that does not count
+    """
+    rows, wanted = hidden.flatten(0, 1), targets.flatten()  # (B T, D), (B T)
+    if rows.device.type != "cpu" or torch.compiler.is_compiling():
+        return cross_entropy_of(rows, wanted, weight)
+    # 512 rows of logits stay in a processor's cache from the matrix product to the softmax: 1.5 times as fast.
+    parts = zip(torch.split(rows, 512), torch.split(wanted, 512), strict=True)
+    return torch.stack([cross_entropy_of(*part, weight) for part in parts]).sum()
+
+
+def cross_entropy_of(rows: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
+    """Summed cross entropy of (N, D) rows: float32 scalar."""
+    return F.cross_entropy(F.linear(rows, weight).float(), targets, reduction="sum", ignore_index=IGNORED)
