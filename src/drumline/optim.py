@@ -1,0 +1,70 @@
+"""Parameter groups, AdamW, and the learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from drumline.config import OptimConfig
+from drumline.errors import ConfigError
+
+
+def learning_rate(step: int, optim: OptimConfig, *, total_steps: int) -> float:
+    """Linear warmup to `optim.lr`, then the schedule; `step` counts from 0."""
+    assert optim.lr is not None
+    warmup = warmup_steps(optim, total_steps=total_steps)
+    if step < warmup:
+        return optim.lr * (step + 1) / warmup
+    if optim.schedule == "constant":
+        return optim.lr
+    if optim.schedule == "wsd":
+        decay_steps = max(1, round(optim.decay_fraction * total_steps))
+        progress = min(1.0, max(0.0, (step - (total_steps - decay_steps)) / decay_steps))
+        return optim.lr * (1.0 - (1.0 - optim.min_lr_ratio) * progress)
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    low = optim.min_lr_ratio
+    return optim.lr * (low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+def warmup_steps(optim: OptimConfig, *, total_steps: int) -> int:
+    return total_steps // 50 if optim.warmup_steps is None else optim.warmup_steps
+
+
+def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+    """AdamW that decays matrices and leaves vectors (norms, biases) alone."""
+    check(optim)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optim.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    assert optim.lr is not None
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+        fused=all(p.device.type in ("cpu", "cuda") for p in parameters),
+    )
+
+
+def check(optim: OptimConfig) -> None:
+    """Refuse numbers with which no run can end well."""
+    rules = {
+        "lr": optim.lr is not None and 0.0 < optim.lr < math.inf,
+        "min_lr_ratio": 0.0 <= optim.min_lr_ratio <= 1.0,
+        "decay_fraction": 0.0 < optim.decay_fraction <= 1.0,
+        "weight_decay": 0.0 <= optim.weight_decay < math.inf,
+        "beta1": 0.0 <= optim.beta1 < 1.0,
+        "beta2": 0.0 <= optim.beta2 < 1.0,
+        "eps": 0.0 <= optim.eps < math.inf,
+        "grad_clip": 0.0 <= optim.grad_clip < math.inf,
+        "warmup_steps": optim.warmup_steps is None or optim.warmup_steps >= 0,
+    }
+    for name, holds in rules.items():
+        if not holds:
+            raise ConfigError(
+                f"{name} {getattr(optim, name)} is out of range", fix=f"see --{name} in `drumline train --help`"
+            )

@@ -1,0 +1,36 @@
+"""loss.png: a run's curve, from metrics.jsonl."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from drumline.records import read_metrics
+
+
+def plot_loss(metrics: Path, out: Path, *, title: str) -> None:
+    """Draw training and held-out loss over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    records = read_metrics(metrics)
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=110)
+    for key, label, style in (
+        ("loss", "training", {"lw": 1.0, "alpha": 0.75}),
+        ("valid_loss", "held out", {"lw": 1.5, "marker": "o", "ms": 4}),
+    ):
+        points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+    axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend(frameon=False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.tight_layout()
+    aside = out.with_name(f".{out.name}")
+    figure.savefig(aside, format="png")
+    pyplot.close(figure)
+    aside.replace(out)
