@@ -111,15 +111,15 @@ def test_global_batch_size_sets_the_total_whatever_the_ranks() -> None:
 @pytest.mark.parametrize(
     "batch",
     [
-        BatchConfig(batch_size=0),
-        BatchConfig(gradient_accumulation_steps=-1),
-        BatchConfig(global_batch_size=10, batch_size=4),
-        BatchConfig(global_batch_size=8, gradient_accumulation_steps=2),
+        {"batch_size": 0},
+        {"gradient_accumulation_steps": -1},
+        {"global_batch_size": 10, "batch_size": 4},
+        {"global_batch_size": 8, "gradient_accumulation_steps": 2},
     ],
 )
-def test_batch_sizes_that_cannot_work_are_refused_with_a_fix(batch: BatchConfig) -> None:
+def test_batch_sizes_that_cannot_work_are_refused_with_a_fix(batch: dict[str, int]) -> None:
     with pytest.raises(ConfigError) as raised:
-        plan_batches(batch, default_batch_size=4, world_size=1)
+        plan_batches(BatchConfig(**batch), default_batch_size=4, world_size=1)
     assert "--" in raised.value.fix
 
 

@@ -99,10 +99,6 @@ class BatchPlan:
 
 def plan_batches(batch: BatchConfig, *, default_batch_size: int, world_size: int) -> BatchPlan:
     """Total = batch_size x world_size x gradient_accumulation_steps, or global_batch_size, cut into micro-batches."""
-    for name in ("batch_size", "gradient_accumulation_steps", "global_batch_size"):
-        value = getattr(batch, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}", fix=f"give --{name} a value of 1 or more")
     if batch.global_batch_size is None:
         return BatchPlan(
             micro_batch=batch.batch_size or default_batch_size,

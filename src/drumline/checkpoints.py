@@ -136,16 +136,24 @@ def find(resume_from: str, folder: RunFolder, *, warn: Callable[[str], None]) ->
     """What `resume_from` means: auto (the run's newest valid checkpoint, if any), a checkpoint, or another run."""
     if resume_from == "auto":
         return newest_valid(folder, warn=warn)
+    check_resume(resume_from)
     path = Path(resume_from)
     if (path / MANIFEST).exists():
         return open_checkpoint(path)
-    found = newest_valid(RunFolder(path), warn=warn) if path.is_dir() else None
+    found = newest_valid(RunFolder(path), warn=warn)
     if found is None:
+        raise CheckpointError(f"the run {path} has no valid checkpoint", fix="start without --resume_from")
+    return found
+
+
+def check_resume(resume_from: str) -> None:
+    """Refuse at once what cannot be resumed from; whether it is whole is found out when it is opened."""
+    path = Path(resume_from)
+    if resume_from != "auto" and not (path / MANIFEST).exists() and not checkpoint_paths(RunFolder(path)):
         raise CheckpointError(
             f"--resume_from {resume_from} is neither a checkpoint nor a run with one",
             fix="give RUN/checkpoints/step-NNNNNNNN or RUN; `drumline runs` lists the runs",
         )
-    return found
 
 
 def prune(folder: RunFolder, *, keep: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,6 +15,22 @@ OnError = Literal["stop", "skip"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+
+
+def _check(settings: object, **rules: bool) -> None:
+    """Refuse the first setting whose rule does not hold."""
+    for name, holds in rules.items():
+        if not holds:
+            value = getattr(settings, name)
+            raise ConfigError(f"{name} is {value}, out of range", fix=f"see --{name} in `drumline train --help`")
+
+
+def _positive(settings: object, *names: str) -> None:
+    """Refuse a setting that is set and less than 1."""
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}", fix=f"give --{name} a value of 1 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +69,7 @@ class GPTConfig:
     """Base wavelength of rotary positions."""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "max_position_embeddings", "n_layers", "n_heads", "d_model", "d_ff"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}", fix=f"give --{name} a value of 1 or more")
+        _positive(self, "vocab_size", "max_position_embeddings", "n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")
         if self.d_model % self.n_heads:
             raise ConfigError(
                 f"d_model {self.d_model} cannot be divided over {self.n_heads} heads",
@@ -157,6 +172,15 @@ class BatchConfig:
     epochs: float | None = None
     """Passes over the training data, instead of total_steps."""
 
+    def __post_init__(self) -> None:
+        _positive(self, "batch_size", "gradient_accumulation_steps", "global_batch_size", "total_steps")
+        _check(self, epochs=self.epochs is None or 0.0 < self.epochs < math.inf)
+        if self.total_steps is not None and self.epochs is not None:
+            raise ConfigError(
+                f"total_steps {self.total_steps} and epochs {self.epochs} both set the length of the run",
+                fix="give --total_steps or --epochs, not both",
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
@@ -182,6 +206,20 @@ class OptimConfig:
     """AdamW's guard against division by zero."""
     grad_clip: float = 1.0
     """Largest norm of the gradient; 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        _check(
+            self,
+            lr=self.lr is None or 0.0 < self.lr < math.inf,
+            warmup_steps=self.warmup_steps is None or self.warmup_steps >= 0,
+            min_lr_ratio=0.0 <= self.min_lr_ratio <= 1.0,
+            decay_fraction=0.0 < self.decay_fraction <= 1.0,
+            weight_decay=0.0 <= self.weight_decay < math.inf,
+            beta1=0.0 <= self.beta1 < 1.0,
+            beta2=0.0 <= self.beta2 < 1.0,
+            eps=0.0 <= self.eps < math.inf,
+            grad_clip=0.0 <= self.grad_clip < math.inf,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +251,9 @@ class RunConfig:
     max_nonfinite: int = 5
     """Steps in a row with a loss or gradient that is not finite before the run stops."""
 
+    def __post_init__(self) -> None:
+        _positive(self, "eval_every", "eval_windows", "save_every", "keep_checkpoints", "max_nonfinite")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordConfig:
@@ -232,6 +273,9 @@ class RecordConfig:
     """Run name there. Default: the run folder's name."""
     sink: str | None = None
     """package.module:name of a function: run folder -> object with write(record) and close()."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "log_every")
 
 
 @dataclass(frozen=True, kw_only=True)

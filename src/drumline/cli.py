@@ -1,0 +1,297 @@
+"""The command line: parse, one call, print. Nothing slow is imported before a command needs it.
+
+Exit codes: 0 done, 1 the user's to mend, 2 the command line itself is wrong, 3 the run failed, 75 stopped by a signal
+with everything saved (start the same command again to go on).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts.config import Dict
+
+from drumline.config import (
+    BatchConfig,
+    DataConfig,
+    Device,
+    ModelSettings,
+    OnError,
+    OptimConfig,
+    RecordConfig,
+    RunConfig,
+    TrainConfig,
+)
+from drumline.config_file import UnknownKeyError, read_settings
+from drumline.errors import DrumlineError, TrainingError
+from drumline.presets import PRESETS
+
+_DEFAULTS = TrainConfig()
+EXIT_USER, EXIT_USAGE, EXIT_FAILED, EXIT_STOPPED = 1, 2, 3, 75
+
+app = App(
+    name="drumline",
+    help="Train GPT-class language models: from raw text to a model that writes, with one command.",
+    help_format="plaintext",
+    # Flags are shown as the settings are called; --batch-size is understood as --batch_size.
+    default_parameter=Parameter(name_transform=lambda name: name, negative_iterable=()),
+    result_action="return_value",
+    suppress_keyboard_interrupt=False,
+)
+
+
+@app.command
+def prepare(
+    source: str,
+    /,
+    *,
+    out: Path,
+    field: str = "text",
+    on_error: OnError = "stop",
+    tokenizer: Path | None = None,
+    vocab_size: int = 32768,
+    valid: str | None = None,
+    valid_fraction: float = 0.02,
+) -> int:
+    """Turn text into token files that train.bin readers (nanoGPT's too) understand.
+
+    Parameters
+    ----------
+    source
+        File, folder, glob, Hugging Face name, package.module:name, or builtin.
+    out
+        The folder to write: train.bin, valid.bin, tokenizer.json, manifest.json.
+    field
+        The field of .jsonl, .json and .parquet rows that holds the text.
+    on_error
+        Unreadable text: stop at the first, or skip, count and report.
+    tokenizer
+        A tokenizer.json to use. Default: one is trained on the text.
+    vocab_size
+        Size of the vocabulary to train.
+    valid
+        Text to hold out. Default: the source's own validation split, or valid_fraction of the documents.
+    valid_fraction
+        Share of the documents held out when there is no validation data.
+    """
+    from drumline.prepare import prepare as prepare_tokens
+    from drumline.terminal import prepared_lines, preparing
+
+    with preparing() as progress:
+        made = prepare_tokens(
+            source,
+            out,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            field=field,
+            on_error=on_error,
+            valid_source=valid,
+            valid_fraction=valid_fraction,
+            progress=progress,
+        )
+    for line in prepared_lines(made):
+        print(line)
+    print(f"next:\n  drumline train --train_data_path {out}")
+    return 0
+
+
+@app.command(
+    help_epilogue="Presets: " + ", ".join(PRESETS) + ". Every setting can stand in a TOML file: --config run.toml"
+)
+def train(
+    *,
+    model: Annotated[ModelSettings, Parameter(name="*", group=Group("Model", sort_key=1))] = _DEFAULTS.model,
+    data: Annotated[DataConfig, Parameter(name="*", group=Group("Data", sort_key=2))] = _DEFAULTS.data,
+    batch: Annotated[BatchConfig, Parameter(name="*", group=Group("Batch", sort_key=3))] = _DEFAULTS.batch,
+    optim: Annotated[OptimConfig, Parameter(name="*", group=Group("Optimizer", sort_key=4))] = _DEFAULTS.optim,
+    run: Annotated[RunConfig, Parameter(name="*", group=Group("Run", sort_key=5))] = _DEFAULTS.run,
+    records: Annotated[RecordConfig, Parameter(name="*", group=Group("Records", sort_key=6))] = _DEFAULTS.records,
+    config: Path | None = None,
+    dry_run: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Train a model; with no arguments, a small GPT on the source of Python's standard library.
+
+    Parameters
+    ----------
+    config
+        A TOML file with settings; flags override it.
+    dry_run
+        Show the resolved config, parameters, memory, tokens and steps, and start nothing.
+    """
+    settings = TrainConfig(model=model, data=data, batch=batch, optim=optim, run=run, records=records)
+    if dry_run:
+        from drumline.dry_run import describe
+
+        print(describe(settings))
+        return 0
+    from drumline.pretrain import pretrain
+    from drumline.terminal import preparing
+
+    with preparing() as progress:
+        result = pretrain(settings, progress=progress)
+    return 0 if result.state == "finished" else EXIT_STOPPED
+
+
+@app.command
+def evaluate(
+    run: Path,
+    /,
+    *,
+    data: str | None = None,
+    split: Literal["train", "valid"] = "valid",
+    batch_size: int = 8,
+    device: Device = "auto",
+) -> int:
+    """Held-out loss, perplexity and bits per byte of a run's newest checkpoint, over all of its held-out text.
+
+    Parameters
+    ----------
+    run
+        A run folder, or one of its checkpoints.
+    data
+        Other tokens to judge by: a folder or .bin made with the run's tokenizer. Default: the run's own.
+    split
+        Which part of a folder of tokens: train or valid.
+    batch_size
+        Sequences computed at once.
+    device
+        auto: CUDA, then MPS, then the CPU.
+    """
+    from drumline.inference import evaluate_run
+
+    step, found = evaluate_run(run, data=data, split=split, batch_size=batch_size, device=device)
+    print(f"{run} at step {step:,}, over {found.tokens:,} tokens:")
+    print(f"  loss           {found.loss:.4f} nats per token")
+    print(f"  perplexity     {found.perplexity:,.2f}")
+    print(
+        f"  bits per byte  {found.bits_per_byte:.4f}"
+        if found.bits_per_byte
+        else "  bits per byte  not known for this file"
+    )
+    return 0
+
+
+@app.command
+def sample(
+    run: Path,
+    /,
+    *,
+    prompt: str = "",
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    max_tokens: int = 200,
+    device: Device = "auto",
+) -> int:
+    """Let a run's newest checkpoint write, shown as it is made.
+
+    Parameters
+    ----------
+    run
+        A run folder, or one of its checkpoints.
+    prompt
+        What to continue. Default: a new document.
+    temperature
+        0 always takes the likeliest token; 1 samples as the model was trained.
+    top_k
+        Only the k likeliest tokens.
+    top_p
+        Only the likeliest tokens that together reach this probability.
+    seed
+        The same seed gives the same text.
+    max_tokens
+        Stop after this many.
+    device
+        auto: CUDA, then MPS, then the CPU.
+    """
+    from drumline.inference import sample_run
+    from drumline.sample import SampleConfig
+
+    settings = SampleConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    for piece in sample_run(run, prompt, settings, device=device):
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+@app.command
+def runs(where: Path = Path("runs"), /) -> int:
+    """List runs with their state and last losses.
+
+    Parameters
+    ----------
+    where
+        The folder that holds them.
+    """
+    from drumline.runs import list_runs
+    from drumline.terminal import print_runs
+
+    print_runs(list(list_runs(where)), where)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The `drumline` command."""
+    sys.exit(run_command(list(sys.argv[1:] if argv is None else argv)))
+
+
+def run_command(argv: list[str]) -> int:
+    """Run one command line and give its exit code."""
+    try:
+        app.config = [Dict(settings, source=str(path), use_commands_as_keys=False) for path, settings in _layers(argv)]
+        code: int | None = app(argv, exit_on_error=False, print_error=False)
+        return code or 0
+    except CycloptsError as error:
+        return _complain(str(error), "see drumline --help, or drumline COMMAND --help", EXIT_USAGE)
+    except DrumlineError as error:
+        code = (
+            EXIT_USAGE
+            if isinstance(error, UnknownKeyError)
+            else EXIT_FAILED
+            if isinstance(error, TrainingError)
+            else EXIT_USER
+        )
+        return _complain(error.problem, error.fix, code)
+    except KeyboardInterrupt:
+        return _complain("interrupted before the first step", "start the same command again", EXIT_STOPPED)
+
+
+def _layers(argv: list[str]) -> list[tuple[Path, dict[str, Any]]]:
+    """Config files behind the flags, the strongest first: --config, then what the run that goes on was started with."""
+    if argv[:1] != ["train"]:
+        return []
+    layers = []
+    config = _flag(argv, "config")
+    if config is not None:
+        layers.append((Path(config), read_settings(Path(config))))
+    run_dir = _flag(argv, "run_dir") or (layers[0][1].get("run_dir") if layers else None)
+    resume_from = _flag(argv, "resume_from")
+    stored = Path(run_dir) / "config.toml" if run_dir else None
+    if stored is None and resume_from not in (None, "auto"):
+        # A new run that starts from another one's checkpoint: RUN, or RUN/checkpoints/step-N.
+        candidates = (Path(str(resume_from)), *Path(str(resume_from)).parents[1:2])
+        stored = next((path / "config.toml" for path in candidates if (path / "config.toml").exists()), None)
+    if stored is not None and stored.exists():
+        settings = read_settings(stored)
+        if not run_dir:
+            settings.pop("run_dir", None)
+        layers.append((stored, settings))
+    return layers
+
+
+def _flag(argv: list[str], name: str) -> str | None:
+    """The value of --name in a command line, before it is parsed."""
+    for index, word in enumerate(argv):
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and flag[2:].replace("-", "_") == name:
+            return value if equals else next(iter(argv[index + 1 : index + 2]), None)
+    return None
+
+
+def _complain(problem: str, fix: str, code: int) -> int:
+    print(f"error: {' '.join(problem.split())}\n  fix: {' '.join(fix.split())}", file=sys.stderr)
+    return code

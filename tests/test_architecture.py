@@ -1,0 +1,61 @@
+"""The package's shape: imports point one way, and only the modules that talk to people print."""
+
+import ast
+from pathlib import Path
+
+import drumline
+
+SOURCE = Path(drumline.__file__).parent
+
+# Each line may import from the lines above it, and a module from those before it on its own line.
+ORDER = """
+errors
+config
+config_file presets plugins run_folder
+text_files text_hub text corpus token_manifest tokenizer tokens prepare
+model optim hardware records trackers plots
+batches step checkpoints evaluate
+loop
+trainer sample runs pretrain dry_run inference terminal
+cli __main__
+""".split()
+
+
+def imports(module: str) -> set[str]:
+    tree = ast.parse((SOURCE / f"{module}.py").read_text(encoding="utf-8"))
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "drumline":
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("drumline."):
+            found.add(str(node.module).split(".")[1])
+    return found - {"__version__"}
+
+
+def test_every_module_has_its_place() -> None:
+    assert sorted(ORDER) == sorted(path.stem for path in SOURCE.glob("*.py") if path.stem != "__init__")
+
+
+def test_imports_point_one_way() -> None:
+    for place, module in enumerate(ORDER):
+        assert imports(module) <= set(ORDER[:place]), module
+
+
+def test_no_file_is_longer_than_400_lines_and_no_function_than_60() -> None:
+    for path in SOURCE.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= 400, path.name
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                # A command's signature and its help are one list of settings, however long.
+                body = lines if path.stem != "cli" else (node.end_lineno or 0) - node.body[1].lineno + 1
+                assert body <= 60, f"{path.name}: {node.name}"
+
+
+def test_importing_drumline_does_not_import_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, drumline; assert 'torch' not in sys.modules; drumline.Trainer; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
