@@ -1,0 +1,189 @@
+"""The tokenizer: text to ids and back, exactly. Knows byte-level BPE and tokenizer.json; knows nothing of token files.
+
+A tokenizer trained here covers all 256 bytes, so every text has ids and `decode(encode(text)) == text`. Text is only
+ever text: a document that spells `<|endoftext|>` becomes ordinary tokens, never the id that ends a document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from drumline.errors import ConfigError, DataError
+
+END_OF_TEXT = "<|endoftext|>"
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+"""What tokenizers call the token that ends a document, in the order we look for it."""
+
+SMALLEST_VOCAB = 257
+"""The 256 bytes and the end of text."""
+
+PIECE_CHARS = 1 << 15
+"""About how much of a long text is encoded at once. Pieces use all cores, and need a quarter of the whole's memory."""
+_BETWEEN_WORDS = re.compile(r"[^\W_](?=[ \n][^\W_])")
+"""A letter or digit, then one space or line end, then a letter or digit. No token goes across: see `_may_cut`."""
+
+
+class Tokenizer:
+    """A tokenizer.json at work. It never changes after it is made, so threads may share it."""
+
+    def __init__(self, serialized: str, *, origin: str) -> None:
+        """serialized: the content of a tokenizer.json. origin: where it is from, for errors."""
+        try:
+            inner = tokenizers.Tokenizer.from_str(serialized)
+        except Exception as error:  # the library raises a bare Exception for anything it cannot read
+            raise DataError(
+                f"{origin} is not a tokenizer.json: {error}",
+                fix="give the tokenizer.json of a Hugging Face tokenizer, or leave --tokenizer out to train one",
+            ) from error
+        if inner.truncation is not None or inner.padding is not None:
+            # Saved with a model's sequence length in it: documents would be cut or padded without a word.
+            inner.no_truncation()
+            inner.no_padding()
+            serialized = inner.to_str(pretty=True)
+        inner.encode_special_tokens = True
+        self._inner = inner
+        self._serialized = serialized.encode()
+        self._cuts = _may_cut(serialized)
+        self.end_of_text = self._find_end_of_text(origin)
+        """The id that follows every document."""
+
+    @classmethod
+    def train(cls, texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
+        """Learn a vocabulary of at most `vocab_size` ids; the same texts give the same bytes when saved."""
+        if vocab_size < SMALLEST_VOCAB:
+            raise ConfigError(
+                f"a vocabulary of {vocab_size} cannot hold the 256 bytes and {END_OF_TEXT}",
+                fix=f"give --vocab_size a value of {SMALLEST_VOCAB} or more",
+            )
+        inner = tokenizers.Tokenizer(models.BPE())
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        inner.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+            show_progress=False,
+        )
+        inner.train_from_iterator(texts, trainer)
+        return cls(inner.to_str(pretty=True), origin="the trained tokenizer")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Read a tokenizer.json, drumline's or any other."""
+        try:
+            serialized = Path(path).read_bytes().decode()
+        except OSError as error:
+            raise DataError(
+                f"the tokenizer {path} cannot be read: {error.strerror}", fix="give the path of a tokenizer.json"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path} is not a tokenizer.json: it is not text", fix="give the path of a tokenizer.json"
+            ) from error
+        return cls(serialized, origin=str(path))
+
+    def save(self, path: str | Path) -> None:
+        """Write a tokenizer.json; a loaded one is written back byte for byte."""
+        Path(path).write_bytes(self._serialized)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of one text, without an end of text."""
+        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, as `encode` gives them, on all cores and with the GIL released."""
+        pieces = [_pieces(text) if self._cuts else [text] for text in texts]
+        encodings = iter(self._inner.encode_batch_fast(list(chain.from_iterable(pieces)), add_special_tokens=False))
+        return [list(chain.from_iterable(next(encodings).ids for _ in its_pieces)) for its_pieces in pieces]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the ids, special tokens spelled out. Bytes that are not UTF-8 become U+FFFD."""
+        return self._inner.decode(list(ids), skip_special_tokens=False)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """The number of ids: one more than the largest, added tokens included."""
+        return max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the file that `save` writes."""
+        return hashlib.sha256(self._serialized).hexdigest()
+
+    def _find_end_of_text(self, origin: str) -> int:
+        for token in ENDS_OF_TEXT:
+            found: int | None = self._inner.token_to_id(token)
+            if found is not None:
+                return found
+        raise DataError(
+            f"{origin} has no token that ends a text (looked for {', '.join(ENDS_OF_TEXT)})",
+            fix=f"add {END_OF_TEXT} to it as a special token, or leave --tokenizer out to train one",
+        )
+
+
+def _may_cut(serialized: str) -> bool:
+    """Whether a text's ids are those of its pieces, cut between words.
+
+    So it is where the text is taken as it is and GPT-2's pattern parts it before anything else is done: the pattern
+    never joins a letter or digit to white space behind it, and how it reads the one does not depend on the other.
+    """
+    content = json.loads(serialized)
+    splitter = content.get("pre_tokenizer") or {}
+    return (
+        content.get("normalizer") is None
+        and splitter.get("type") == "ByteLevel"
+        and splitter.get("add_prefix_space") is False
+        and splitter.get("use_regex", True) is True
+        and all(token["special"] for token in content.get("added_tokens", []))
+    )
+
+
+def _pieces(text: str) -> list[str]:
+    pieces, start = [], 0
+    while len(text) - start > PIECE_CHARS and (found := _BETWEEN_WORDS.search(text, start + PIECE_CHARS)):
+        pieces.append(text[start : found.end()])
+        start = found.end()
+    return [*pieces, text[start:]]
+
+
+class StreamDecoder:
+    """Text from ids that come one at a time; what it gives, joined, is the decoding of all of them.
+
+    An id can end within a character, and in some tokenizers a token's text depends on the one before it. So the last
+    piece that was given is kept and decoded again with the new ids, and text is held back while it ends in U+FFFD.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._given: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token: int) -> str:
+        """The text that is now complete; empty while a character is cut."""
+        self._held.append(token)
+        text = self._held_text()
+        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._given, self._held = self._held, []
+        return text
+
+    def flush(self) -> str:
+        """What is still held back, at the end; half a character comes out as U+FFFD."""
+        text = self._held_text()
+        self._given, self._held = [], []
+        return text
+
+    def _held_text(self) -> str:
+        given_chars = len(self._tokenizer.decode(self._given))
+        return self._tokenizer.decode(self._given + self._held)[given_chars:]
