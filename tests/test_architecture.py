@@ -13,10 +13,10 @@ errors
 config
 config_file presets plugins run_folder
 text_files text_hub text corpus token_manifest tokenizer tokens prepare
-model optim hardware records trackers plots
-batches step checkpoints evaluate
+model optim hardware cluster agreement records trackers plots
+batches parallel step checkpoints evaluate
 loop
-trainer sample runs pretrain dry_run inference terminal
+trainer sample runs pretrain dry_run inference terminal launch
 cli __main__
 """.split()
 

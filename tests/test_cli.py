@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from conftest import small
 
-from drumline.cli import EXIT_USAGE, EXIT_USER, run_command
+from drumline.cli import run_command
 from drumline.config_file import sections
+from drumline.errors import EXIT_USAGE, EXIT_USER
 
 Train = Callable[..., int]
 
@@ -45,7 +46,7 @@ def test_help_explains_every_setting_in_groups(
         for name in section:
             assert f"--{name} " in shown, name
     groups = re.findall(r"─ (\w+) ─", shown)
-    assert groups == ["Parameters", "Model", "Data", "Batch", "Optimizer", "Run", "Records"]
+    assert groups == ["Parameters", "Model", "Data", "Batch", "Optimizer", "Run", "Ranks", "Records"]
 
 
 @pytest.mark.parametrize("flag", ["--batch_size", "--batch-size"])
@@ -149,7 +150,7 @@ def test_runs_lists_each_run_with_its_state_and_last_loss(train: Train, capsys: 
     assert "no runs in runs" in capsys.readouterr().out
     assert train() == 0
     assert train("--lr", "1e30", "--max_nonfinite", "1", "--grad_clip", "0", "--run_dir", "runs/bad") == 3
-    status = json.loads(Path("runs/tiny/status.json").read_text())
+    status = json.loads(Path("runs/modern-tiny/status.json").read_text())
     Path("runs/gone").mkdir()
     Path("runs/gone/config.toml").write_text("")
     Path("runs/gone/status.json").write_text(json.dumps({**status, "state": "running", "pid": 2**22 + 1}))
@@ -157,7 +158,7 @@ def test_runs_lists_each_run_with_its_state_and_last_loss(train: Train, capsys: 
     assert run_command(["runs"]) == 0
     shown = capsys.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.startswith("runs/")}
-    assert rows["runs/tiny"][:2] == ["finished", "6/6"] and float(rows["runs/tiny"][2]) > 0
+    assert rows["runs/modern-tiny"][:2] == ["finished", "6/6"] and float(rows["runs/modern-tiny"][2]) > 0
     assert rows["runs/bad"][0] == "failed" and rows["runs/gone"][0] == "lost"
     assert "runs/bad: step" in shown and "not finite" not in rows["runs/bad"]
 

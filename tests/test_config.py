@@ -88,7 +88,7 @@ def test_a_setting_may_stand_in_its_section_or_at_the_top(tmp_path: Path) -> Non
         ("[optim]\nlrr = 1\n", "lrr", "did you mean lr?"),
         ("bach_size = 3\n", "bach_size", "did you mean batch_size?"),
         ("[optm]\nlr = 1\n", r"\[optm\]", "did you mean optim?"),
-        ("[optim]\nbatch_size = 1\n", "batch_size", "known here: lr"),
+        ("[optim]\nbatch_size = 1\n", "batch_size", "move it to [batch]"),
     ],
 )
 def test_an_unknown_key_in_a_config_file_is_named_with_the_nearest_one(

@@ -16,8 +16,9 @@ import pytest
 from conftest import small
 from torch import Tensor, nn
 
-from drumline.cli import EXIT_FAILED, EXIT_STOPPED, run_command
+from drumline.cli import run_command
 from drumline.config import GPTConfig
+from drumline.errors import EXIT_FAILED, EXIT_STOPPED
 from drumline.records import Record, read_metrics
 from drumline.run_folder import RunFolder
 
@@ -35,7 +36,7 @@ def test_one_command_goes_from_text_to_a_model_that_writes(
 ) -> None:
     assert train("--total_steps", "150", "--lr", "0.01", "--log_every", "10") == 0
     said = capsys.readouterr().out
-    run = Path("runs/tiny")
+    run = Path("runs/modern-tiny")
     assert "bits/byte" in said and "what the model writes now" in said
     assert f"drumline sample {run}" in said and f"drumline evaluate {run}" in said and sha256(run) in said
     for name in ("config.toml", "metrics.jsonl", "train.log", "tokenizer.json", "status.json", "loss.png"):
@@ -55,7 +56,7 @@ def test_a_second_start_reuses_what_was_prepared(train: Train, capsys: pytest.Ca
     before = {file: file.stat().st_mtime_ns for file in prepared.iterdir() if file.suffix == ".bin"}
     assert train() == 0
     assert {file: file.stat().st_mtime_ns for file in before} == before
-    assert Path("runs/tiny-2").exists() and sha256(Path("runs/tiny")) == sha256(Path("runs/tiny-2"))
+    assert Path("runs/modern-tiny-2").exists() and sha256(Path("runs/modern-tiny")) == sha256(Path("runs/modern-tiny-2"))
 
 
 @pytest.mark.parametrize("stop", [1, 4])
@@ -117,7 +118,7 @@ def test_a_new_run_can_start_from_another_runs_checkpoint(train: Train) -> None:
     assert train("--run_dir", "first", "--save_every", "2", "--keep_checkpoints", "9") == 0
     assert train("--run_dir", "second", "--resume_from", "first/checkpoints/step-00000004") == 0
     assert run_command(["train", "--resume_from", "first/checkpoints/step-00000004"]) == 0
-    assert sha256(Path("first")) == sha256(Path("second")) == sha256(Path("runs/tiny"))
+    assert sha256(Path("first")) == sha256(Path("second")) == sha256(Path("runs/modern-tiny"))
     assert RunFolder(Path("second")).checkpoint(6).exists()
 
 

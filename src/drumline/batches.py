@@ -96,6 +96,14 @@ class BatchPlan:
         start = rank * each + min(rank, extra)
         return range(start, start + each + (rank < extra))
 
+    def formula(self, world_size: int) -> str:
+        """How a step comes about, with the numbers: batch_size 8 x 4 ranks x 2 accumulated."""
+        shares = [len(self.share(rank, world_size)) for rank in range(world_size)]
+        if len(set(shares)) == 1:
+            return f"batch_size {self.micro_batch} x {world_size} ranks x {shares[0]} accumulated"
+        uneven = " + ".join(map(str, shares))
+        return f"batch_size {self.micro_batch} x {self.micro_batches} micro-batches ({uneven} on {world_size} ranks)"
+
 
 def plan_batches(batch: BatchConfig, *, default_batch_size: int, world_size: int) -> BatchPlan:
     """Total = batch_size x world_size x gradient_accumulation_steps, or global_batch_size, cut into micro-batches."""

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from drumline.cluster import World
 from drumline.errors import CheckpointError
 from drumline.run_folder import CHECKPOINT_PREFIX, RunFolder
 
@@ -111,6 +112,21 @@ def load(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Opt
     if optimizer is not None:
         scalars = json.loads((checkpoint.path / RUN).read_text(encoding="utf-8"))["optimizer"]
         _load_optimizer(load_file(checkpoint.path / OPTIMIZER), scalars, model, optimizer)
+
+
+def share(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+    """Give every rank rank 0's weights and optimizer state."""
+    if world.store is None:
+        return
+    world.broadcast(list(weights(model).values()))
+    tensors, scalars = optimizer_state(model, optimizer) if world.is_main else ({}, {})
+    own: list[Any] = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+    shapes, scalars = world.on_main(lambda: (own, scalars))
+    if not world.is_main:
+        empty = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in shapes}
+        _load_optimizer(empty, scalars, model, optimizer)
+        tensors, _ = optimizer_state(model, optimizer)
+    world.broadcast([tensors[name] for name, _, _ in shapes])
 
 
 def checkpoint_paths(folder: RunFolder) -> list[Path]:

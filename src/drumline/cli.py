@@ -6,6 +6,7 @@ with everything saved (start the same command again to go on).
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,16 +22,16 @@ from drumline.config import (
     ModelSettings,
     OnError,
     OptimConfig,
+    RanksConfig,
     RecordConfig,
     RunConfig,
     TrainConfig,
 )
-from drumline.config_file import UnknownKeyError, read_settings
-from drumline.errors import DrumlineError, TrainingError
+from drumline.config_file import read_settings
+from drumline.errors import EXIT_STOPPED, EXIT_USAGE, DrumlineError
 from drumline.presets import PRESETS
 
 _DEFAULTS = TrainConfig()
-EXIT_USER, EXIT_USAGE, EXIT_FAILED, EXIT_STOPPED = 1, 2, 3, 75
 
 app = App(
     name="drumline",
@@ -108,7 +109,8 @@ def train(
     batch: Annotated[BatchConfig, Parameter(name="*", group=Group("Batch", sort_key=3))] = _DEFAULTS.batch,
     optim: Annotated[OptimConfig, Parameter(name="*", group=Group("Optimizer", sort_key=4))] = _DEFAULTS.optim,
     run: Annotated[RunConfig, Parameter(name="*", group=Group("Run", sort_key=5))] = _DEFAULTS.run,
-    records: Annotated[RecordConfig, Parameter(name="*", group=Group("Records", sort_key=6))] = _DEFAULTS.records,
+    ranks: Annotated[RanksConfig, Parameter(name="*", group=Group("Ranks", sort_key=6))] = _DEFAULTS.ranks,
+    records: Annotated[RecordConfig, Parameter(name="*", group=Group("Records", sort_key=7))] = _DEFAULTS.records,
     config: Path | None = None,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
@@ -121,12 +123,16 @@ def train(
     dry_run
         Show the resolved config, parameters, memory, tokens and steps, and start nothing.
     """
-    settings = TrainConfig(model=model, data=data, batch=batch, optim=optim, run=run, records=records)
+    settings = TrainConfig(model=model, data=data, batch=batch, optim=optim, run=run, ranks=ranks, records=records)
     if dry_run:
         from drumline.dry_run import describe
 
         print(describe(settings))
         return 0
+    from drumline.launch import launch_training, ranks_to_start
+
+    if nproc := ranks_to_start(settings):
+        return launch_training(settings, nproc=nproc)
     from drumline.pretrain import pretrain
     from drumline.terminal import preparing
 
@@ -241,23 +247,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run_command(argv: list[str]) -> int:
     """Run one command line and give its exit code."""
+    if argv and argv[0].startswith(("--local-rank", "--local_rank")):
+        argv = argv[1:]  # torch.distributed.launch puts it first; the environment says the same
     try:
         app.config = [Dict(settings, source=str(path), use_commands_as_keys=False) for path, settings in _layers(argv)]
         code: int | None = app(argv, exit_on_error=False, print_error=False)
         return code or 0
     except CycloptsError as error:
-        return _complain(str(error), "see drumline --help, or drumline COMMAND --help", EXIT_USAGE)
+        return _complain(DrumlineError(str(error), fix="see drumline --help, or drumline COMMAND --help"), EXIT_USAGE)
     except DrumlineError as error:
-        code = (
-            EXIT_USAGE
-            if isinstance(error, UnknownKeyError)
-            else EXIT_FAILED
-            if isinstance(error, TrainingError)
-            else EXIT_USER
-        )
-        return _complain(error.problem, error.fix, code)
+        return _complain(error, error.exit_code)
     except KeyboardInterrupt:
-        return _complain("interrupted before the first step", "start the same command again", EXIT_STOPPED)
+        return _complain(DrumlineError("interrupted", fix="start the same command again"), EXIT_STOPPED)
 
 
 def _layers(argv: list[str]) -> list[tuple[Path, dict[str, Any]]]:
@@ -292,6 +293,10 @@ def _flag(argv: list[str], name: str) -> str | None:
     return None
 
 
-def _complain(problem: str, fix: str, code: int) -> int:
-    print(f"error: {' '.join(problem.split())}\n  fix: {' '.join(fix.split())}", file=sys.stderr)
+def _complain(error: DrumlineError, code: int) -> int:
+    # Before the ranks have met, those of one host make the same mistakes: the first of them tells.
+    together = "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized()
+    if not error.told and (together or os.environ.get("LOCAL_RANK", "0") == "0"):
+        lines = [f"error: {' '.join(error.problem.split())}", *(f"  {line}" for line in error.details)]
+        print("\n".join([*lines, f"  fix: {' '.join(error.fix.split())}"]), file=sys.stderr)
     return code

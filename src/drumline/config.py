@@ -15,6 +15,8 @@ OnError = Literal["stop", "skip"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+Backend = Literal["auto", "nccl", "gloo"]
+ScaleLr = Literal["none", "linear", "sqrt"]
 
 
 def _check(settings: object, **rules: bool) -> None:
@@ -101,7 +103,7 @@ class GPTConfig:
 class ModelSettings:
     """Which model to train: a preset, and what differs from it."""
 
-    preset: str = "tiny"
+    preset: str = "modern-tiny"
     """A shape and defaults that suit it; `drumline train --help` ends with the list."""
     model: str = "gpt"
     """gpt, or package.module:name of a function: GPTConfig -> nn.Module."""
@@ -188,6 +190,10 @@ class OptimConfig:
 
     lr: float | None = None
     """Peak learning rate. Default: the preset's."""
+    scale_lr: ScaleLr = "none"
+    """Scale lr with the size of a step: by global batch / base_batch_size (linear), or its square root."""
+    base_batch_size: int | None = None
+    """Sequences per step that lr is meant for, with scale_lr."""
     schedule: Schedule = "cosine"
     """After warmup: half a cosine, stable then linear decay (wsd), or constant."""
     warmup_steps: int | None = None
@@ -211,6 +217,7 @@ class OptimConfig:
         _check(
             self,
             lr=self.lr is None or 0.0 < self.lr < math.inf,
+            base_batch_size=self.base_batch_size is None or self.base_batch_size >= 1,
             warmup_steps=self.warmup_steps is None or self.warmup_steps >= 0,
             min_lr_ratio=0.0 <= self.min_lr_ratio <= 1.0,
             decay_fraction=0.0 < self.decay_fraction <= 1.0,
@@ -220,6 +227,11 @@ class OptimConfig:
             eps=0.0 <= self.eps < math.inf,
             grad_clip=0.0 <= self.grad_clip < math.inf,
         )
+        if (self.scale_lr == "none") != (self.base_batch_size is None):
+            raise ConfigError(
+                f"scale_lr {self.scale_lr} and base_batch_size {self.base_batch_size} belong together",
+                fix="give both, as --scale_lr linear --base_batch_size 32, or neither",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,6 +268,24 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RanksConfig:
+    """How many processes train together. None of it changes what the run computes."""
+
+    nproc: int | None = None
+    """Ranks to start on this machine. Default: one per GPU; torchrun and srun bring their own."""
+    backend: Backend = "auto"
+    """How ranks talk: nccl between GPUs, gloo between CPUs."""
+    bitwise: bool = False
+    """Sum gradients in one fixed order: the same bits on any number of ranks."""
+    max_restarts: int = 0
+    """How often ranks that --nproc started are started again after one of them dies."""
+
+    def __post_init__(self) -> None:
+        _positive(self, "nproc")
+        _check(self, max_restarts=self.max_restarts >= 0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecordConfig:
     """Who is told about the run. metrics.jsonl and train.log are always written."""
 
@@ -287,4 +317,5 @@ class TrainConfig:
     batch: BatchConfig = BatchConfig()
     optim: OptimConfig = OptimConfig()
     run: RunConfig = RunConfig()
+    ranks: RanksConfig = RanksConfig()
     records: RecordConfig = RecordConfig()

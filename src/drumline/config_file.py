@@ -13,18 +13,21 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from drumline.config import TrainConfig
-from drumline.errors import ConfigError
+from drumline.errors import EXIT_USAGE, ConfigError
 
 # What may differ when a run goes on: none of these changes what step k computes.
 FREE_TO_CHANGE = frozenset(
     "preset run_dir resume_from allow_change device compile eval_every eval_windows save_every keep_checkpoints "
     "max_nonfinite log_every sample_prompt tensorboard use_wandb wandb_project wandb_run_name sink data_dir on_error "
-    "train_data_path valid_data_path valid_fraction field tokenizer gradient_accumulation_steps".split()
+    "nproc backend max_restarts train_data_path valid_data_path valid_fraction field tokenizer "
+    "gradient_accumulation_steps".split()
 )
 
 
 class UnknownKeyError(ConfigError):
     """A key in a config file that no setting has."""
+
+    exit_code = EXIT_USAGE
 
 
 def sections() -> dict[str, list[str]]:
@@ -59,6 +62,9 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def _unknown(path: Path, shown: str, key: str, names: list[str]) -> UnknownKeyError:
+    for section, settings in sections().items():
+        if key in settings:
+            return UnknownKeyError(f"{path} sets {shown} in the wrong section", fix=f"move it to [{section}]")
     near = difflib.get_close_matches(key, names, n=1)
     fix = f"did you mean {near[0]}?" if near else f"known here: {', '.join(names)}"
     return UnknownKeyError(f"{path} sets {shown}, which is not a setting", fix=fix)

@@ -3,14 +3,28 @@
 The command line prints a DrumlineError as two lines and exits 1; any other exception is a bug and keeps its traceback.
 """
 
+from collections.abc import Sequence
+
+EXIT_USER, EXIT_USAGE, EXIT_FAILED, EXIT_STOPPED = 1, 2, 3, 75
+EXIT_CODES = (EXIT_USER, EXIT_USAGE, EXIT_FAILED, EXIT_STOPPED)
+"""1 the user's to mend, 2 the command line itself is wrong, 3 the run failed, 75 stopped by a signal with all saved."""
+
 
 class DrumlineError(Exception):
-    """Something the user can mend. `fix` says how, ideally as the line to type."""
+    """Something the user can mend. `fix` says how, ideally as the line to type.
 
-    def __init__(self, problem: str, *, fix: str) -> None:
-        super().__init__(f"{problem}\n{fix}")
+    details: lines of a table, where one sentence is not enough
+    told:    whether another rank tells the user, so that one mistake is not printed by every process
+    """
+
+    exit_code = EXIT_USER
+
+    def __init__(self, problem: str, *, fix: str, details: Sequence[str] = (), told: bool = False) -> None:
+        super().__init__("\n".join((problem, *details, fix)))
         self.problem = problem
         self.fix = fix
+        self.details = tuple(details)
+        self.told = told
 
 
 class ConfigError(DrumlineError):
@@ -34,3 +48,11 @@ class MissingExtraError(DrumlineError):
 
 class TrainingError(DrumlineError):
     """A run that cannot go on: its numbers are no longer finite."""
+
+    exit_code = EXIT_FAILED
+
+
+class RunLostError(DrumlineError):
+    """A rank died of something that is not the user's mistake."""
+
+    exit_code = EXIT_FAILED

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from drumline.batches import window_batch
+from drumline.cluster import World
 from drumline.errors import DataError
 from drumline.step import Objective, Precision, to_device
 from drumline.tokens import TokenFile
@@ -37,16 +38,20 @@ def evaluate(
     context: int,
     batch_size: int,
     precision: Precision,
+    world: World | None = None,
     windows: int | None = None,
     document_mask: bool = False,
 ) -> Evaluation:
-    """The loss over a token file: all of it, or `windows` sequences spread evenly over it."""
+    """The loss over a token file: all of it, or `windows` sequences spread evenly over it; ranks share the work."""
     total = math.ceil((len(tokens) - 1) / context)
     if total < 1:
         raise DataError(f"{tokens.path} has {len(tokens)} tokens, too few to predict one", fix="hold out more text")
     chosen = (
         list(range(total)) if windows is None or windows >= total else [i * total // windows for i in range(windows)]
     )
+    if world is not None:  # each rank takes a contiguous part; some may be empty
+        bounds = [len(chosen) * rank // world.size for rank in (world.rank, world.rank + 1)]
+        chosen = chosen[bounds[0] : bounds[1]]
     was_training = model.training
     model.eval()
     nats, counted = 0.0, 0
@@ -61,6 +66,10 @@ def evaluate(
             nats += objective(model, to_device(batch, precision.device)).item()
         counted += int((batch[1] != -100).sum())
     model.train(was_training)
+    if world is not None:
+        device = torch.float64 if precision.device.type != "mps" else torch.float32
+        nats, total_counted = world.sum(torch.tensor([nats, counted], dtype=device, device=precision.device)).tolist()
+        counted = round(total_counted)
     loss = nats / counted
     bits = loss / math.log(2) * len(tokens) / tokens.text_bytes if tokens.text_bytes else None
     return Evaluation(loss=loss, tokens=counted, bits_per_byte=bits)

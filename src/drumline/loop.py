@@ -21,8 +21,10 @@ from torch import nn
 
 from drumline import checkpoints
 from drumline.batches import Batches, mix
+from drumline.cluster import World
 from drumline.errors import CheckpointError, DrumlineError, TrainingError
 from drumline.hardware import peak_flops, peak_memory_bytes
+from drumline.parallel import Strategy
 from drumline.records import JsonlSink, Record, Records, forget_after
 from drumline.run_folder import RunFolder
 from drumline.step import Objective, Precision, StepResult, train_step
@@ -54,6 +56,8 @@ class Loop:
     batches: Batches
     objective: Objective
     precision: Precision
+    world: World
+    strategy: Strategy
     seed: int
     lr: Callable[[int], float] | None = None
     """The learning rate of each step; None leaves the optimizer's own alone."""
@@ -90,12 +94,11 @@ class Loop:
     ) -> FitResult:
         """Train until `total_steps`; intervals are in steps, and a fractional one is due at the first step past it."""
         last = total_steps
-        self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
         with self._reporting(last) as records, _stop_signals() as stop:
             step = saved = self._resume(records)
             result, speed = None, _Speed(step)
-            while step < last and not stop.is_set():
-                result = self._step(step)
+            while step < last and not (result and result.stop):
+                result = self._step(step, stop.is_set())
                 step += 1
                 self._check_finite(step, result, records)
                 if due(step, Fraction(log_every), last):
@@ -109,36 +112,45 @@ class Loop:
                 self._save(step, last)
             return self._end(step, last, result)
 
-    def _step(self, step: int) -> StepResult:
+    def _step(self, step: int, vote_to_stop: bool) -> StepResult:
         return train_step(
             self.model,
             self.optimizer,
             self._micro_batches(step),
             self.objective,
+            self.strategy,
             weight=self.batches.plan.sequences * self.batches.weight,
             precision=self.precision,
             lr=self.lr(step) if self.lr else None,
             grad_clip=self.grad_clip,
+            vote_to_stop=vote_to_stop,
         )
 
     def _micro_batches(self, step: int) -> Iterator[Any]:
         self.model.train()
-        for index in self.batches.plan.share(rank=0, world_size=1):
+        for index in self.batches.plan.share(self.world.rank, self.world.size):
             # Every random draw of a micro-batch, its data's and its dropout's, is keyed by where it stands in the run.
             torch.manual_seed(mix(self.seed, step, index))
             yield self.batches.micro_batch(step, index)
 
     def _resume(self, records: Records) -> int:
-        found = checkpoints.find(self.resume_from, self.folder, warn=records.say)
+        """Rank 0 reads the checkpoint and gives it to the others: they need not see its disk."""
+        found = self.world.on_main(lambda: self._read_checkpoint(records))
         if found is None:
-            forget_after(self.folder.metrics, -1)
             return 0
+        checkpoints.share(self.model, self.optimizer, self.world)
+        self.precision.scaler.load_state_dict(found["scaler"])
+        return int(found["step"])
+
+    def _read_checkpoint(self, records: Records) -> dict[str, Any] | None:
+        found = checkpoints.find(self.resume_from, self.folder, warn=records.say)
+        forget_after(self.folder.metrics, found.step if found else -1)
+        if found is None:
+            return None
         self._check_same_run(found)
         checkpoints.load(found, model=self.model, optimizer=self.optimizer)
-        self.precision.scaler.load_state_dict(found.scaler)
-        forget_after(self.folder.metrics, found.step)
         records.say(f"going on from {found.path} (step {found.step:,})")
-        return found.step
+        return {"step": found.step, "scaler": found.scaler}
 
     def _check_same_run(self, found: checkpoints.Checkpoint) -> None:
         changed = [
@@ -153,6 +165,8 @@ class Loop:
             )
 
     def _save(self, step: int, last: int) -> int:
+        if not self.world.is_main:
+            return step
         checkpoints.save(
             self.folder,
             step=step,
@@ -168,9 +182,10 @@ class Loop:
     def _end(self, step: int, last: int, result: StepResult | None) -> FitResult:
         state = "finished" if step >= last else "stopped"
         sha256 = checkpoints.weights_sha256(self.model)
-        self.folder.write_status(
-            state, step=step, total_steps=last, weights_sha256=sha256, skipped_steps=self._skipped_steps
-        )
+        if self.world.is_main:
+            self.folder.write_status(
+                state, step=step, total_steps=last, weights_sha256=sha256, skipped_steps=self._skipped_steps
+            )
         return FitResult(state, step, result.loss if result else math.nan, sha256)
 
     def _check_finite(self, step: int, result: StepResult, records: Records) -> None:
@@ -187,10 +202,12 @@ class Loop:
         if self._nonfinite_in_a_row >= self.max_nonfinite:
             names = self.batches.names(step - 1)
             shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            raise TrainingError(
+            error = TrainingError(
                 f"{what}, {self._nonfinite_in_a_row} such steps in a row; the last one's documents: {shown}",
                 fix="lower --lr, use --dtype bfloat16 or float32, or take those documents out",
             )
+            error.told = not self.world.is_main  # every rank sees the same numbers
+            raise error
 
     def _record(self, step: int, result: StepResult, speed: _Speed, last: int) -> Record:
         plan, weight = self.batches.plan, self.batches.weight
@@ -208,14 +225,18 @@ class Loop:
         }
         peak = peak_flops(self.precision.device, self.precision.dtype)
         if self.flops_per_item and peak:
-            record["mfu"] = steps_per_s * plan.sequences * self.flops_per_item / peak
+            record["mfu"] = steps_per_s * plan.sequences * self.flops_per_item / (peak * self.world.size)
         if self._skipped_steps:
             record["skipped_steps"] = self._skipped_steps
         return record
 
     @contextmanager
     def _reporting(self, last: int) -> Iterator[Records]:
-        """Records while the loop runs, and a status that names the cause if it fails."""
+        """Rank 0's records while the loop runs, and a status that names the cause if it fails."""
+        if not self.world.is_main:
+            yield Records([], log=None, silent=True)
+            return
+        self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
         records = self.records or Records([JsonlSink(self.folder.metrics)], log=self.folder.log)
         records.start_progress(last)
         self.folder.write_status("running", step=self.folder.read_status().get("step", 0), total_steps=last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -25,6 +26,14 @@ def learning_rate(step: int, optim: OptimConfig, *, total_steps: int) -> float:
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     low = optim.min_lr_ratio
     return optim.lr * (low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+
+
+def scaled(optim: OptimConfig, *, sequences: int) -> OptimConfig:
+    """With the learning rate that suits a step of `sequences`, if it is to follow the size of a step."""
+    if optim.scale_lr == "none" or optim.lr is None or optim.base_batch_size is None:
+        return optim
+    ratio = sequences / optim.base_batch_size
+    return replace(optim, lr=optim.lr * (ratio if optim.scale_lr == "linear" else math.sqrt(ratio)))
 
 
 def warmup_steps(optim: OptimConfig, *, total_steps: int) -> int:

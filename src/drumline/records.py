@@ -26,9 +26,10 @@ class Sink(Protocol):
 class Records:
     """Hands each record to every sink, and messages for people to those that show them."""
 
-    def __init__(self, sinks: Sequence[Sink], *, log: Path | None) -> None:
+    def __init__(self, sinks: Sequence[Sink], *, log: Path | None, silent: bool = False) -> None:
         self._sinks = list(sinks)
         self._log = log.open("a", encoding="utf-8") if log else None
+        self._silent = silent
         self._total_steps = 0
         self._bar: Progress | None = None
 
@@ -49,7 +50,7 @@ class Records:
     def start_progress(self, total_steps: int) -> None:
         """From here on records are of a run this long; on a terminal a bar shows how far it is."""
         self._total_steps = total_steps
-        if sys.stdout.isatty():
+        if sys.stdout.isatty() and not self._silent:
             self._bar = _bar(total_steps)
             self._bar.start()
 
@@ -72,7 +73,7 @@ class Records:
     def _line(self, text: str) -> None:
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
+        elif not self._silent:
             print(text, flush=True)
         if self._log is not None:
             self._log.write(text + "\n")

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumline.parallel import Strategy
+
 Objective = Callable[[nn.Module, Any], Tensor]
 """(model, micro-batch on the device) -> the loss SUMMED over what counts in it: tokens, or samples."""
 
@@ -41,6 +43,8 @@ class StepResult:
     """Of the whole gradient, before clipping."""
     updated: bool
     """False: the loss or the gradient was not finite, and the weights are as before."""
+    stop: bool
+    """Whether any rank was asked to stop; every rank sees the same."""
 
 
 def train_step(
@@ -48,25 +52,29 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     micro_batches: Iterable[Any],
     objective: Objective,
+    strategy: Strategy,
     *,
     weight: int,
     precision: Precision,
     lr: float | None,
     grad_clip: float,
+    vote_to_stop: bool = False,
 ) -> StepResult:
     """Add up the gradient over the micro-batches, each divided by `weight`, what the whole step counts; update once."""
     scaler = precision.scaler
-    optimizer.zero_grad(set_to_none=True)
-    total = torch.zeros((), device=precision.device)
-    for batch in micro_batches:
+
+    def backward(wrapped: nn.Module, batch: Any) -> Tensor:
         with precision.autocast():
-            loss = objective(model, to_device(batch, precision.device)) / weight
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach().float()
+            loss = objective(wrapped, to_device(batch, precision.device)) / weight
+        scaler.scale(loss * strategy.scale).backward()  # type: ignore[no-untyped-call]
+        return loss.detach().float()
+
+    optimizer.zero_grad(set_to_none=True)
+    totals = strategy.accumulate(micro_batches, backward, vote=vote_to_stop)
     scaler.unscale_(optimizer)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
-    mean_loss, grad_norm = total.item(), norm.item()
+    mean_loss, votes, grad_norm = torch.cat((totals, norm.reshape(1).float())).tolist()
     finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
     if finite and 0.0 < grad_clip < grad_norm:
         torch._foreach_mul_(gradients, grad_clip / grad_norm)
@@ -76,7 +84,7 @@ def train_step(
     if finite:
         scaler.step(optimizer)
     scaler.update()
-    return StepResult(mean_loss, grad_norm, updated=finite)
+    return StepResult(mean_loss, grad_norm, updated=finite, stop=votes > 0)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from drumline.batches import DatasetBatches, plan_batches
-from drumline.config import BatchConfig, Device, Dtype
+from drumline.cluster import join
+from drumline.config import Backend, BatchConfig, Device, Dtype
 from drumline.errors import ConfigError
-from drumline.hardware import pick_device, pick_dtype
+from drumline.hardware import pick_dtype
 from drumline.loop import FitResult, Loop
+from drumline.parallel import make_strategy
 from drumline.run_folder import RunFolder
 from drumline.step import Objective, Precision
 
@@ -46,24 +48,30 @@ class Trainer:
         seed: int = 0,
         device: Device = "auto",
         dtype: Dtype = "float32",
+        backend: Backend = "auto",
+        bitwise: bool = False,
         lr: Callable[[int], float] | None = None,
         grad_clip: float = 0.0,
         **loop: Any,
     ) -> None:
-        where = pick_device(device)
+        world = join(device=device, backend=backend, threads=1 if bitwise else None)
+        where = world.device
+        model = model.to(where)
         batch = BatchConfig(
             batch_size=batch_size,
             gradient_accumulation_steps=gradient_accumulation_steps,
             global_batch_size=global_batch_size,
         )
-        plan = plan_batches(batch, default_batch_size=batch_size, world_size=1)
+        plan = plan_batches(batch, default_batch_size=batch_size, world_size=world.size)
         self.loop = Loop(
             folder=RunFolder(Path(run_dir)),
-            model=model.to(where),
+            model=model,
             optimizer=optimizer,
             batches=DatasetBatches(dataset, plan, seed=seed),
             objective=sample_objective(loss),
             precision=Precision.of(where, pick_dtype(dtype, where)),
+            world=world,
+            strategy=make_strategy(model, plan, world, bitwise=bitwise),
             seed=seed,
             lr=lr,
             grad_clip=grad_clip,
