@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from drumline.prepare import Prepared, ProgressCallback
@@ -23,38 +23,45 @@ _PLAIN_EVERY_S = 5.0
 @contextmanager
 def preparing() -> Iterator[ProgressCallback]:
     """A callback that draws a bar on a terminal, and elsewhere writes a line now and then."""
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-        transient=True,
-    )
-    plain = not sys.stdout.isatty()
-    stage, since, last_line = "", time.perf_counter(), 0.0
+    if not sys.stdout.isatty():
+        yield _plain_lines()
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
+    with Progress(*columns, transient=True) as bar:
+        stages: dict[str, tuple[TaskID, float]] = {}
+
+        def show(progress: PrepareProgress) -> None:
+            if progress.stage not in stages:
+                task = bar.add_task(_STAGES[progress.stage], total=progress.bytes_total, speed="")
+                stages[progress.stage] = (task, time.perf_counter())
+            task, since = stages[progress.stage]
+            done = min(progress.bytes_done, progress.bytes_total or progress.bytes_done)
+            bar.update(task, completed=done, speed=_speed(progress, since))
+
+        yield show
+
+
+def _plain_lines() -> ProgressCallback:
+    since: dict[str, float] = {}
+    said = 0.0
 
     def show(progress: PrepareProgress) -> None:
-        nonlocal stage, since, last_line
+        nonlocal said
         now = time.perf_counter()
-        if progress.stage != stage:
-            stage, since = progress.stage, now
-            for task in bar.task_ids:
-                bar.remove_task(task)
-            bar.add_task(_STAGES[stage], total=progress.bytes_total, speed="")
-        speed = f"{progress.text_bytes / 1e6:.0f} MB, {progress.text_bytes / 1e6 / max(0.05, now - since):.1f} MB/s"
-        if plain and now - last_line > _PLAIN_EVERY_S:
-            sys.stdout.write(f"{_STAGES[stage]}: {speed}\n")
+        first = since.setdefault(progress.stage, now)
+        if now - said > _PLAIN_EVERY_S:
+            said = now
+            sys.stdout.write(f"{_STAGES[progress.stage]} {_speed(progress, first)}".rstrip() + "\n")
             sys.stdout.flush()
-            last_line = now
-        elif not plain:
-            bar.start()
-            done = min(progress.bytes_done, progress.bytes_total or progress.bytes_done)
-            bar.update(bar.task_ids[0], completed=done, speed="" if stage == "learning" else speed)
 
-    try:
-        yield show
-    finally:
-        bar.stop()
+    return show
+
+
+def _speed(progress: PrepareProgress, since: float) -> str:
+    megabytes = progress.text_bytes / 1e6
+    if progress.stage == "learning" or not megabytes:
+        return ""
+    return f"{megabytes:.0f} MB, {megabytes / max(0.05, time.perf_counter() - since):.1f} MB/s"
 
 
 def prepared_lines(made: Prepared) -> list[str]:

@@ -1,0 +1,107 @@
+"""Real ranks for tests: processes that meet as torchrun's do, forked from a server that has torch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 120
+
+# Forked from one server that has imported torch already, ranks start in milliseconds instead of seconds.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed",
+        "torch.nn.parallel",
+        "drumline.pretrain",
+        "drumline.cli",
+        "matplotlib.pyplot",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended."""
+
+    code: int
+    out: str
+    err: str
+    value: Any = None
+
+
+def run_ranks(
+    work: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], *, environ: dict[str, str] | None = None
+) -> list[Outcome]:
+    """Call `work(*arguments[r])` on rank r of len(arguments); an int it returns is its exit code."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    size, processes, pipes = len(arguments), [], []
+    for rank in range(size):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+        variables = {
+            **{name: str(value) for name, value in place.items()},
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+        }
+        ours, theirs = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(
+            target=_rank, args=(theirs, Path.cwd(), {**variables, **(environ or {})}, work, arguments[rank])
+        )
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    try:
+        return [
+            pipe.recv() if pipe.poll(TIMEOUT_S) else Outcome(-1, "", f"rank {rank} gave no answer")
+            for rank, pipe in enumerate(pipes)
+        ]
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+            process.join()
+
+
+def train_ranks(size: int, *flags: str, last: Sequence[str] = ()) -> list[Outcome]:
+    """`drumline train` with these flags on every rank; `last` are more flags for the last rank alone."""
+    arguments = [["train", *flags, *(last if rank == size - 1 else ())] for rank in range(size)]
+    return run_ranks(_command, [(argv,) for argv in arguments])
+
+
+def _command(argv: list[str]) -> int:
+    from drumline.cli import run_command
+
+    return run_command(argv)
+
+
+def _rank(
+    pipe: Connection, cwd: Path, environ: dict[str, str], work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    os.chdir(cwd)
+    os.environ.update(environ)
+    import torch
+
+    torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    out, err, code, value = io.StringIO(), io.StringIO(), 0, None
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            value = work(*arguments)
+            code = value if isinstance(value, int) else 0
+    except BaseException as error:
+        code = 99
+        err.write(f"{type(error).__name__}: {error}")
+    pipe.send(Outcome(code, out.getvalue(), err.getvalue(), value))
+    sys.stdout.flush()
