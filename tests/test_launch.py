@@ -20,16 +20,16 @@ from drumline.run_folder import RunFolder
 TIMEOUT_S = 120
 FLAGS = small("--train_data_path", "text", "--global_batch_size", "16", "--save_every", "1")
 PYTHON = [sys.executable, "-m"]
+TORCHRUN = [*PYTHON, "torch.distributed.run"]
+DRUMLINE = ["-m", "drumline", "train"]
 LAUNCHES = {
     "python -m drumline": [*PYTHON, "drumline", "train"],
     "drumline": [str(Path(sys.executable).with_name("drumline")), "train"],
     "--nproc": [*PYTHON, "drumline", "train", "--nproc", "2"],
-    "torchrun": [*PYTHON, "torch.distributed.run", "--nproc_per_node=2", "--master_port=PORT", "-m", "drumline", "train"],
-    "torchrun --standalone": [*PYTHON, "torch.distributed.run", "--standalone", "--nproc_per_node=3", "-m", "drumline", "train"],
-    "torch.distributed.launch": [
-        *PYTHON, "torch.distributed.launch", "--nproc_per_node=2", "--master_port=PORT", "-m", "drumline", "train"
-    ],
-}  # fmt: skip
+    "torchrun": [*TORCHRUN, "--nproc_per_node=2", "--master_port=PORT", *DRUMLINE],
+    "torchrun --standalone": [*TORCHRUN, "--standalone", "--nproc_per_node=3", *DRUMLINE],
+    "launch": [*PYTHON, "torch.distributed.launch", "--nproc_per_node=2", "--master_port=PORT", *DRUMLINE],
+}
 
 
 def free_port() -> int:
