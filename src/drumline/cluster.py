@@ -27,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from drumline.config import Backend, Device
 from drumline.errors import ConfigError, DrumlineError
-from drumline.hardware import pick_device
+from drumline.hardware import fix_arithmetic, pick_device
 
 T = TypeVar("T")
 
@@ -171,16 +171,19 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, DrumlineError | None]:
         return None, error
 
 
-def join(*, device: Device = "auto", backend: Backend = "auto", threads: int | None = None) -> World:
-    """Take this process's place among the ranks. The group is torn down by `leave`, or when the process ends."""
+def join(*, device: Device = "auto", backend: Backend = "auto", bitwise: bool = False) -> World:
+    """Take this process's place among the ranks. The group is torn down by `leave`, or when the process ends.
+
+    bitwise: also make this process compute the same bits as any other would
+    """
     place = find_place(os.environ)
     where = pick_device(device)
+    if bitwise:
+        fix_arithmetic(where)
     if where.type == "cuda":
         # Before anything else touches CUDA: a rank that starts on GPU 0 leaves a context of its own there.
         where = torch.device("cuda", place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(where)
-    if threads is not None:
-        torch.set_num_threads(threads)
     if place.size == 1 and "RANK" not in os.environ:
         return World(place, where)
     name = check_backend(backend, where)
@@ -188,7 +191,8 @@ def join(*, device: Device = "auto", backend: Backend = "auto", threads: int | N
     os.environ.update(MASTER_ADDR=place.master_addr, MASTER_PORT=str(place.master_port))
     if not dist.is_initialized():
         store = _rendezvous(place)
-        dist.init_process_group(name, store=store, rank=place.rank, world_size=place.size)
+        on_gpu = where if name == "nccl" else None
+        dist.init_process_group(name, store=store, rank=place.rank, world_size=place.size, device_id=on_gpu)
         atexit.register(leave)
     return World(place, where, dist.distributed_c10d._get_default_store())
 

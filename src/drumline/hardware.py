@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 
@@ -44,6 +45,14 @@ def pick_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
         return torch.bfloat16 if fast else torch.float32
     dtype: torch.dtype = getattr(torch, wanted)
     return dtype
+
+
+def fix_arithmetic(device: torch.device) -> None:
+    """Make results independent of the threads a launcher gave us, and of the order in which a GPU's threads add."""
+    torch.set_num_threads(1)  # a matrix product cut over another number of threads rounds differently
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 def allow_tf32() -> None:

@@ -103,7 +103,7 @@ def _prepared(data: DataConfig, progress: ProgressCallback | None) -> Path:
 
 def pretrain(config: TrainConfig, *, progress: ProgressCallback | None = None) -> FitResult:
     """Train as the config says, in its run folder, from wherever that run is; every rank calls this."""
-    world = join(device=config.run.device, backend=config.ranks.backend, threads=1 if config.ranks.bitwise else None)
+    world = join(device=config.run.device, backend=config.ranks.backend, bitwise=config.ranks.bitwise)
     try:
         return _pretrain(config, world, progress)
     finally:

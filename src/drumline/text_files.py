@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, cast
 
-import zstandard
-
 from drumline.errors import DataError, MissingExtraError
 
 OnError = Literal["stop", "skip"]
@@ -126,7 +124,7 @@ def read_file(path: Path, *, name: str, reading: Reading) -> Iterator[Document]:
                     yield from _read_plain(stream, name=name, reading=reading)
     except OSError as error:
         reading.bad(f"{name} cannot be read: {error.strerror or error}", fix=_FETCH_AGAIN)
-    except (EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError) as error:
+    except (EOFError, zlib.error, lzma.LZMAError) as error:
         reading.bad(f"{name} is damaged or cut short: {error}", fix=_FETCH_AGAIN)
     if consumed_bytes < size_bytes:  # a reader may leave a rest unread: trailing columns, or all behind the damage
         reading.on_bytes(size_bytes - consumed_bytes)
@@ -190,6 +188,9 @@ class _ZstdFile(io.RawIOBase):
     _INPUT_BYTES = 256
 
     def __init__(self, packed: BinaryIO) -> None:
+        import zstandard  # compiled, and needed for nothing else: a machine without it reads all other files
+
+        self._zstd = zstandard
         self._packed = packed
         self._frame = zstandard.ZstdDecompressor().decompressobj()
         self._inside_frame = False
@@ -207,8 +208,11 @@ class _ZstdFile(io.RawIOBase):
                     raise EOFError("the last zstd frame does not end")
                 return 0
             if self._frame.eof:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
-            self._ready = memoryview(self._frame.decompress(packed))
+                self._frame = self._zstd.ZstdDecompressor().decompressobj()
+            try:
+                self._ready = memoryview(self._frame.decompress(packed))
+            except self._zstd.ZstdError as error:
+                raise EOFError(str(error)) from None
             self._inside_frame = not self._frame.eof
         taken = self._ready[: len(buffer)]
         buffer[: len(taken)] = taken

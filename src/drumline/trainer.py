@@ -54,7 +54,7 @@ class Trainer:
         grad_clip: float = 0.0,
         **loop: Any,
     ) -> None:
-        world = join(device=device, backend=backend, threads=1 if bitwise else None)
+        world = join(device=device, backend=backend, bitwise=bitwise)
         where = world.device
         model = model.to(where)
         batch = BatchConfig(
