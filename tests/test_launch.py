@@ -140,6 +140,25 @@ def test_a_mistake_under_several_ranks_is_told_once(reference: tuple[Path, list[
     assert err.count("error:") == 1 and "nowhere.txt" in err
 
 
+FUNCTION = """
+import sys
+from drumline.errors import ConfigError
+from drumline.launch import start_ranks
+def work(kind):
+    raise ConfigError("two drums", fix="take one") if kind == "mistake" else ValueError("boom")
+if __name__ == "__main__":
+    sys.exit(start_ranks(work, (sys.argv[1],), nproc=2))
+"""
+
+
+@pytest.mark.parametrize(("kind", "code", "said"), [("mistake", 1, "error: two drums"), ("bug", 3, "ValueError: boom")])
+def test_a_function_that_fails_as_a_rank_says_why(tmp_path: Path, kind: str, code: int, said: str) -> None:
+    (tmp_path / "work.py").write_text(FUNCTION)
+    process = start([sys.executable, "work.py", kind], tmp_path)
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == code and said in err
+
+
 def test_nccl_without_gpus_is_refused_at_once_and_gloo_is_named(reference: tuple[Path, list[float]]) -> None:
     process = start([*LAUNCHES["--nproc"], *FLAGS, "--backend", "nccl"], reference[0])
     _, err = process.communicate(timeout=TIMEOUT_S)

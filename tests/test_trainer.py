@@ -158,6 +158,14 @@ def test_a_run_folder_of_another_run_is_refused_with_what_differs(tmp_path: Path
     assert "run_dir" in raised.value.fix
 
 
+def test_a_start_that_is_refused_changes_nothing_about_the_run(tmp_path: Path) -> None:
+    make(tmp_path).fit(total_steps=2)
+    before = (tmp_path / "status.json").read_text()
+    with pytest.raises(CheckpointError):
+        make(tmp_path, seed=9).fit(total_steps=4)
+    assert (tmp_path / "status.json").read_text() == before
+
+
 def test_a_length_is_given_once_and_is_not_nothing(tmp_path: Path) -> None:
     for length in ({}, {"epochs": 1, "total_steps": 1}, {"total_steps": 0}, {"epochs": -1}):
         with pytest.raises(ConfigError):

@@ -294,9 +294,10 @@ def _flag(argv: list[str], name: str) -> str | None:
 
 
 def _complain(error: DrumlineError, code: int) -> int:
+    from drumline.records import tell
+
     # Before the ranks have met, those of one host make the same mistakes: the first of them tells.
     together = "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized()
-    if not error.told and (together or os.environ.get("LOCAL_RANK", "0") == "0"):
-        lines = [f"error: {' '.join(error.problem.split())}", *(f"  {line}" for line in error.details)]
-        print("\n".join([*lines, f"  fix: {' '.join(error.fix.split())}"]), file=sys.stderr)
+    if together or os.environ.get("LOCAL_RANK", "0") == "0":
+        tell(error)
     return code

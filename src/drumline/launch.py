@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import tempfile
+import traceback
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from drumline.cluster import find_place
 from drumline.config import TrainConfig
 from drumline.config_file import to_toml
-from drumline.errors import EXIT_CODES, EXIT_STOPPED, RunLostError
+from drumline.errors import EXIT_CODES, EXIT_FAILED, EXIT_STOPPED, DrumlineError, RunLostError
+from drumline.records import tell
 
 _MONITOR_S = 0.1
 
@@ -63,6 +65,8 @@ def start_ranks(entry: str | Callable[..., Any], args: tuple[Any, ...], *, nproc
         start_method="spawn",
         local_addr="localhost",
     )
+    if callable(entry):
+        entry, args = _outspoken, (entry, *args)
     try:
         elastic_launch(config, entry)(*args)
     except SignalException:
@@ -75,6 +79,18 @@ def start_ranks(entry: str | Callable[..., Any], args: tuple[Any, ...], *, nproc
             f"rank {rank} (process {failure.pid}) {_how(failure.exitcode)}", fix="start the same command again to go on"
         ) from None
     return 0
+
+
+def _outspoken(work: Callable[..., Any], *args: Any) -> None:
+    """Call a user's function as a rank, and say what went wrong: torch keeps it for the parent, which is silent."""
+    try:
+        work(*args)
+    except DrumlineError as error:
+        tell(error)
+        sys.exit(error.exit_code)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(EXIT_FAILED)
 
 
 def meeting_port(wanted: str | None) -> int:

@@ -82,6 +82,7 @@ class Loop:
             **self.facts,
         }
         self._nonfinite_in_a_row = self._skipped_steps = 0
+        self._began = False
 
     def run(
         self,
@@ -96,6 +97,7 @@ class Loop:
         last = total_steps
         with self._reporting(last) as records, _stop_signals() as stop:
             step = saved = self._resume(records)
+            self._status("running", step, last)
             result, speed = None, _Speed(step)
             while step < last and not (result and result.stop):
                 result = self._step(step, stop.is_set())
@@ -176,16 +178,18 @@ class Loop:
             facts=self.facts,
         )
         checkpoints.prune(self.folder, keep=self.keep_checkpoints)
-        self.folder.write_status("running", step=step, total_steps=last)
+        self._status("running", step, last)
         return step
+
+    def _status(self, state: str, step: int, last: int, **more: Any) -> None:
+        if self.world.is_main:
+            self.folder.write_status(state, step=step, total_steps=last, **more)
+            self._began = True
 
     def _end(self, step: int, last: int, result: StepResult | None) -> FitResult:
         state = "finished" if step >= last else "stopped"
         sha256 = checkpoints.weights_sha256(self.model)
-        if self.world.is_main:
-            self.folder.write_status(
-                state, step=step, total_steps=last, weights_sha256=sha256, skipped_steps=self._skipped_steps
-            )
+        self._status(state, step, last, weights_sha256=sha256, skipped_steps=self._skipped_steps)
         return FitResult(state, step, result.loss if result else math.nan, sha256)
 
     def _check_finite(self, step: int, result: StepResult, records: Records) -> None:
@@ -239,13 +243,12 @@ class Loop:
         self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
         records = self.records or Records([JsonlSink(self.folder.metrics)], log=self.folder.log)
         records.start_progress(last)
-        self.folder.write_status("running", step=self.folder.read_status().get("step", 0), total_steps=last)
         try:
             yield records
         except BaseException as error:
-            cause = error.problem if isinstance(error, DrumlineError) else f"{type(error).__name__}: {error}"
-            step = self.folder.read_status().get("step", 0)
-            self.folder.write_status("failed", step=step, total_steps=last, cause=cause)
+            if self._began:  # a start that was refused changes nothing about the run
+                cause = error.problem if isinstance(error, DrumlineError) else f"{type(error).__name__}: {error}"
+                self._status("failed", self.folder.read_status().get("step", 0), last, cause=cause)
             raise
         finally:
             records.stop_progress()

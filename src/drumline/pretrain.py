@@ -333,7 +333,7 @@ def _conclude(config: TrainConfig, data: Data, loop: Loop, records: Records, res
             f"stopped at step {result.step:,}, everything is saved; to go on:\n  drumline train --run_dir {folder.path}"
         )
         return
-    title = f"{folder.path.name}: {config.model.preset} on {config.data.train_data_path}"
+    title = f"{config.model.preset} on {config.data.train_data_path}"
     plot_loss(folder.metrics, folder.loss_plot, title=title)
     if data.tokenizer is not None and isinstance(loop.model, GPT):
         records.say("\nwhat the model writes now:\n" + _indented(_sample(config, data.tokenizer, loop.model)))

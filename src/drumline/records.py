@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from drumline.errors import DrumlineError
+
 Record = dict[str, Any]
 
 
@@ -82,6 +84,13 @@ class Records:
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks.remove(sink)
         self._line(f"warning: {type(sink).__name__} failed and gets no more records ({type(error).__name__}: {error})")
+
+
+def tell(error: DrumlineError) -> None:
+    """What is wrong and what to do, on stderr; unless another rank tells it."""
+    if not error.told:
+        lines = [f"error: {' '.join(error.problem.split())}", *(f"  {line}" for line in error.details)]
+        print("\n".join([*lines, f"  fix: {' '.join(error.fix.split())}"]), file=sys.stderr, flush=True)
 
 
 class JsonlSink:
