@@ -1,0 +1,35 @@
+"""Train a linear layer for 50 epochs, saving every 10, under torchrun:
+
+    torchrun --standalone --nproc_per_node=2 torchrun_snapshot.py 50 10
+
+Killed and started again, or started with more epochs, it goes on from its last checkpoint, which holds the optimizer's
+state too: it ends with the same weights as a run that was never interrupted.
+"""
+
+import argparse
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+from drumline import Trainer
+
+
+def main(run_dir: str = "runs/torchrun_snapshot") -> None:
+    """run_dir: where the run is kept unless --run_dir says otherwise."""
+    parser = argparse.ArgumentParser(description="A linear layer, trained by ranks that torchrun starts")
+    parser.add_argument("total_epochs", type=int, help="epochs to train in all")
+    parser.add_argument("save_every", type=int, help="epochs between checkpoints")
+    parser.add_argument("--batch_size", type=int, default=4, help="samples on each rank (default: 4)")
+    parser.add_argument("--run_dir", default=run_dir, help="where the run is kept")
+    args = parser.parse_args()
+    torch.manual_seed(0)  # every rank draws the same samples and takes its own share of them
+    dataset = TensorDataset(torch.rand(16, 8), torch.rand(16, 1))
+    model = torch.nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    trainer = Trainer(model, dataset, optimizer, loss=F.mse_loss, batch_size=args.batch_size, run_dir=args.run_dir)
+    trainer.fit(epochs=args.total_epochs, save_every=args.save_every)
+
+
+if __name__ == "__main__":
+    main()
