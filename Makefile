@@ -10,7 +10,10 @@ train: $(VENV)/.train
 	$(BIN)/drumline train $(ARGS)
 
 test: $(VENV)/.dev system-packages lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
+
+system-packages:
+	@tests/system-packages
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

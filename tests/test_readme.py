@@ -1,0 +1,96 @@
+"""The documents' commands work as they stand (long runs shrunk), and both languages say the same."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import small
+
+ROOT = Path(__file__).parent.parent
+README, CHINESE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh-CN.md"))
+BIN = Path(sys.executable).parent
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def commands(text: str) -> list[str]:
+    return [line for block in blocks(text, "bash") for line in block.splitlines() if line and not line.startswith("#")]
+
+
+def test_both_languages_have_the_same_commands_code_and_links() -> None:
+    assert blocks(README, "bash") == blocks(CHINESE, "bash") and blocks(README, "python") == blocks(CHINESE, "python")
+    assert re.findall(r"^#+", README, re.M) == re.findall(r"^#+", CHINESE, re.M)
+    links = [re.findall(r"\]\(([^)]+)\)", text) for text in (README, CHINESE)]
+    plain = [sorted(link.replace(".zh-CN", "") for link in each) for each in links]
+    assert plain[0] == plain[1]
+    for link in {*links[0], *links[1]}:
+        assert (ROOT / link).exists(), link
+
+
+@pytest.mark.parametrize("document", sorted(ROOT.glob("docs/*.md")), ids=lambda path: path.name)
+def test_links_of_the_guides_lead_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):
+        assert link.startswith("http") or (document.parent / link).exists(), link
+
+
+def shrunk(command: str) -> list[str]:
+    """A command of the README with a model and a length that take no time."""
+    words = shlex.split(command)
+    if "train" in words and "--dry_run" not in words and "--run_dir" not in words:
+        start = words.index("train") + 1
+        given = [word for word in words[start:] if word.startswith("--")]
+        words = words[:start] + small(*words[start:])
+        if "--train_data_path" not in given:
+            words += ["--train_data_path", "text"]
+    return [str(BIN / words[0]), *words[1:]]
+
+
+def test_the_readmes_commands_work_in_the_order_they_stand(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[optim]\nlr = 0.01\n")
+    environ = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    ran = 0
+    for command in commands(README):
+        if command.startswith("make "):
+            continue  # what they run is in the Makefile test
+        done = subprocess.run(
+            shrunk(command), cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=180, check=False
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        ran += 1
+    assert ran >= 9
+    (code,) = blocks(README, "python")
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, check=True, capture_output=True, timeout=180
+    )
+    assert (tmp_path / "runs/linear/status.json").exists()
+
+
+def test_make_knows_the_readmes_targets() -> None:
+    for target, runs in (("train", "drumline train"), ("test", "-m pytest")):
+        plan = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert runs in plan
+    assert "make test" in (ROOT / ".ci/run").read_text()
+
+
+def test_the_contributing_guides_model_source_and_sink_train(tmp_path: Path) -> None:
+    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for code in blocks(guide, "python"):
+        name = re.match(r"# (\w+\.py)", code)
+        assert name is not None
+        (tmp_path / name[1]).write_text(code)
+    flags = [word for line in re.findall(r"^    drumline train (.*)$", guide, re.M) for word in line.split()]
+    done = subprocess.run(
+        [str(BIN / "drumline"), "train", *small(*flags, "--run_dir", "run")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "run/losses.csv").read_text().splitlines()) == 6
