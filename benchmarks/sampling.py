@@ -1,0 +1,79 @@
+"""Tokens per second of text generation, with the key/value cache and recomputing everything for each token.
+
+    python benchmarks/sampling.py                # GPT-2 124M, 512 tokens, on the CPU: a few minutes
+    python benchmarks/sampling.py --tokens 128
+
+Random weights, greedy: the texts must be equal, and only the time may differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import time
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from drumline.model import GPT, GPTConfig
+from drumline.sample import SampleConfig, generate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=512, help="tokens to generate (default 512)")
+    tokens = parser.parse_args().tokens
+
+    torch.manual_seed(0)
+    model = GPT(GPTConfig())
+    print(
+        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d} | {cpu_name()}, {torch.get_num_threads()} threads"
+        f" | torch {torch.__version__}, Python {platform.python_version()} | load {os.getloadavg()[0]:.1f}"
+    )
+    print(f"GPT-2 shape, {model.num_parameters() / 1e6:.0f} M parameters, float32, {tokens} tokens, batch 1, greedy")
+    cached, recomputed = measure(model, tokens)
+    for name, run in (("cache", cached), ("recompute", recomputed)):
+        print(f"{name:9} {tokens / run.seconds:8.1f} tokens/s")
+    print(f"ratio     {recomputed.seconds / cached.seconds:8.1f}x (target: at least 3x)")
+    print(f"{'texts are equal' if cached.text == recomputed.text else 'TEXTS DIFFER'}, load {os.getloadavg()[0]:.1f}")
+
+
+class Run:
+    """A text that grows in turns, and the seconds its turns took."""
+
+    def __init__(self, model: GPT, tokens: int, *, use_cache: bool) -> None:
+        settings = SampleConfig(temperature=0.0, max_tokens=tokens)
+        self.ids = generate(model, list(range(100, 108)), settings, end_of_text=None, use_cache=use_cache)
+        self.text: list[int] = []
+        self.seconds = 0.0
+
+    def turn(self, tokens: int) -> None:
+        began_s = time.perf_counter()
+        self.text.extend(islice(self.ids, tokens))
+        self.seconds += time.perf_counter() - began_s
+
+
+def measure(model: GPT, tokens: int) -> tuple[Run, Run]:
+    """With the cache and without, 16 tokens in turn: what else the machine does then slows both, not one of them."""
+    for use_cache in (True, False):
+        Run(model, 4, use_cache=use_cache).turn(4)  # warm up
+    cached, recomputed = Run(model, tokens, use_cache=True), Run(model, tokens, use_cache=False)
+    for _ in range(0, tokens, 16):
+        cached.turn(16)
+        recomputed.turn(16)
+    return cached, recomputed
+
+
+def cpu_name() -> str:
+    """The processor's name where Linux tells it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+if __name__ == "__main__":
+    main()
