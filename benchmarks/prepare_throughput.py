@@ -11,10 +11,8 @@ of the preparing process.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,6 +21,8 @@ import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+
+from header import header
 
 from drumline.prepare import prepare
 from drumline.text import documents
@@ -43,8 +43,8 @@ def main() -> None:
     if options.measure:
         print(json.dumps(measure(options.measure, options.source, options.folder)))
         return
-    print(f"{datetime.date.today()}, {cpu()}, {os.cpu_count()} cores, Python {platform.python_version()}, ", end="")
-    print(f"tokenizers {version('tokenizers')}, drumline {version('drumline')}")
+    header()
+    print(f"load      {os.getloadavg()[0]:.1f}, tokenizers {version('tokenizers')}")
     with tempfile.TemporaryDirectory() as folder:
         first = first_texts(options.source)
         Tokenizer.train(first, vocab_size=options.vocab_size).save(Path(folder, "tokenizer.json"))
@@ -127,13 +127,6 @@ def peak_memory_bytes() -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ Random weights, greedy: the texts must be equal, and only the time may differ.
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
-import platform
 import time
 from itertools import islice
-from pathlib import Path
 
 import torch
+from header import header
 
 from drumline.model import GPT, GPTConfig
 from drumline.sample import SampleConfig, generate
@@ -29,10 +27,8 @@ def main() -> None:
 
     torch.manual_seed(0)
     model = GPT(GPTConfig())
-    print(
-        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d} | {cpu_name()}, {torch.get_num_threads()} threads"
-        f" | torch {torch.__version__}, Python {platform.python_version()} | load {os.getloadavg()[0]:.1f}"
-    )
+    header()
+    print(f"load      {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} threads")
     print(f"GPT-2 shape, {model.num_parameters() / 1e6:.0f} M parameters, float32, {tokens} tokens, batch 1, greedy")
     cached, recomputed = measure(model, tokens)
     for name, run in (("cache", cached), ("recompute", recomputed)):
@@ -65,14 +61,6 @@ def measure(model: GPT, tokens: int) -> tuple[Run, Run]:
         cached.turn(16)
         recomputed.turn(16)
     return cached, recomputed
-
-
-def cpu_name() -> str:
-    """The processor's name where Linux tells it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":
