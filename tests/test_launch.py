@@ -82,7 +82,9 @@ def test_ctrl_c_stops_all_ranks_at_a_saved_step_and_leaves_no_process(
     reference: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
     flags = small("--train_data_path", "text", "--global_batch_size", "16", "--total_steps", "100000")
-    with start([*LAUNCHES["--nproc"], *flags, "--run_dir", str(tmp_path / "run")], reference[0]) as process:
+    command, scratch = [*LAUNCHES["--nproc"], *flags, "--run_dir", str(tmp_path / "run")], tmp_path / "scratch"
+    scratch.mkdir()
+    with start(command, reference[0], TMPDIR=str(scratch)) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if "| loss" in line:
@@ -95,7 +97,7 @@ def test_ctrl_c_stops_all_ranks_at_a_saved_step_and_leaves_no_process(
     assert process.returncode == EXIT_STOPPED
     assert "everything is saved; to go on" in out
     _, alive = psutil.wait_procs(children, timeout=20)
-    assert alive == []
+    assert alive == [] and {path.name.split("_")[0] for path in scratch.iterdir()} <= {"torchinductor"}  # a cache
     status = RunFolder(tmp_path / "run").read_status()
     assert status["state"] == "stopped" and RunFolder(tmp_path / "run").checkpoint(status["step"]).exists()
 

@@ -242,7 +242,14 @@ def runs(where: Path = Path("runs"), /) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The `drumline` command."""
-    sys.exit(run_command(list(sys.argv[1:] if argv is None else argv)))
+    code = run_command(list(sys.argv[1:] if argv is None else argv))
+    if "torch" in sys.modules and os.environ.get("WORLD_SIZE", "1") != "1":
+        # A rank has saved and said all it has to. Taking the interpreter apart under gloo's threads now and then aborts
+        # the process, and an elastic launcher would then repeat a run that has ended.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run_command(argv: list[str]) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 import psutil
 import torch
-from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -53,22 +53,24 @@ def start_ranks(entry: str | Callable[..., Any], args: tuple[Any, ...], *, nproc
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 1) // nproc)))
     # Without this a restarted rank may meet the store of the attempt before, and wait for ever.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=nproc,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"localhost:{meeting_port(os.environ.get('MASTER_PORT'))}",
-        max_restarts=max_restarts,
-        monitor_interval=_MONITOR_S,
-        start_method="spawn",
-        local_addr="localhost",
-    )
     if callable(entry):
         entry, args = _outspoken, (entry, *args)
     try:
-        elastic_launch(config, entry)(*args)
+        with tempfile.TemporaryDirectory(prefix="drumline-") as logs:
+            config = LaunchConfig(
+                min_nodes=1,
+                max_nodes=1,
+                nproc_per_node=nproc,
+                run_id=uuid.uuid4().hex,
+                rdzv_backend="c10d",
+                rdzv_endpoint=f"localhost:{meeting_port(os.environ.get('MASTER_PORT'))}",
+                max_restarts=max_restarts,
+                monitor_interval=_MONITOR_S,
+                start_method="spawn",
+                local_addr="localhost",
+                logs_specs=DefaultLogsSpecs(log_dir=logs),
+            )
+            elastic_launch(config, entry)(*args)
     except SignalException:
         return EXIT_STOPPED
     except ChildFailedError as error:
