@@ -33,6 +33,19 @@ def test_both_languages_have_the_same_commands_code_and_links() -> None:
         assert (ROOT / link).exists(), link
 
 
+def test_the_guide_to_ranks_works_as_it_says_in_both_languages(text: Path, tmp_path: Path) -> None:
+    guides = [(ROOT / f"docs/distributed{language}.md").read_text(encoding="utf-8") for language in ("", ".zh-CN")]
+    scripts = blocks(guides[0], "bash test")
+    assert len(scripts) >= 2 and scripts == blocks(guides[1], "bash test")
+    environ = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    for script in scripts:
+        command = ["bash", "-euo", "pipefail", "-c", script]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=180
+        )
+        assert done.returncode == 0, f"{script}\n{done.stderr}"
+
+
 @pytest.mark.parametrize("document", sorted(ROOT.glob("docs/*.md")), ids=lambda path: path.name)
 def test_links_of_the_guides_lead_somewhere(document: Path) -> None:
     for link in re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8")):

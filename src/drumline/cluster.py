@@ -55,10 +55,11 @@ def find_place(environ: Mapping[str, str]) -> Place:
         defaults = {"LOCAL_RANK": environ["RANK"], "LOCAL_WORLD_SIZE": environ["WORLD_SIZE"], "MASTER_PORT": "29500"}
         rank, size, local_rank, local_size, port = (_number(environ, name, defaults.get(name, "0")) for name in names)
         return Place(rank, size, local_rank, local_size, environ.get("MASTER_ADDR", "127.0.0.1"), port)
-    if int(environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))) > 1 and "SLURM_PROCID" in environ:
+    # Only srun sets the number of a step's tasks; a batch script knows how many are to come, and is none of them.
+    size = _number(environ, "SLURM_STEP_NUM_TASKS", "1")
+    if size > 1:
         hosts = slurm_hosts(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost")))
-        job = int(environ.get("SLURM_JOB_ID", "0")) * 7 + int(environ.get("SLURM_STEP_ID", "0"))
-        size = _number(environ, "SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
+        job = _number(environ, "SLURM_JOB_ID", "0") * 7 + _number(environ, "SLURM_STEP_ID", "0")
         return Place(
             rank=_number(environ, "SLURM_PROCID"),
             size=size,

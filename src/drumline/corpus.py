@@ -137,7 +137,9 @@ class Corpus:
         """Decided by seed and name alone, but the first is never held out: there must be something to train on."""
         if not self.chooses or index == 0:
             return False
-        name = f"{self.seed}\0{document.name}".encode(errors="backslashreplace")
+        # By its name within the source: where the source lies, and how its path is written, must not matter.
+        within = document.name.removeprefix(self.source).lstrip("/")
+        name = f"{self.seed}\0{within}".encode(errors="backslashreplace")
         draw = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
         return draw < self.valid_fraction * 2**64
 
