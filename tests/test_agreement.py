@@ -35,7 +35,7 @@ def test_data_and_tokenizer_that_one_rank_has_otherwise_are_named(here: Path) ->
     other = Path("other")
     other.mkdir()
     for number in range(30):
-        (other / f"{number}.txt").write_text(f"Document {number}. " + "All play and no work. " * 12)
+        (other / f"{number}.txt").write_text(f"Document {number}. " + "Nothing rhymes with orange, or silver. " * 12)
     outcomes = run_ranks(
         _command, [(["train", *FLAGS],)] * 2 + [(["train", *small("--train_data_path", "other", "--run_dir", "run")],)]
     )

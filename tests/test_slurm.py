@@ -46,7 +46,7 @@ BATCH = {
 
 def test_a_task_of_srun_knows_its_rank_and_where_all_meet() -> None:
     place = find_place(SRUN)
-    assert place == Place(rank=3, size=4, local_rank=1, local_size=2, master_addr="gpu08", master_port=22977)
+    assert place == Place(rank=3, size=4, local_rank=1, master_addr="gpu08", master_port=22977)
 
 
 def test_all_tasks_of_a_step_meet_at_the_same_port_and_the_next_step_at_another() -> None:
@@ -70,7 +70,7 @@ def test_the_meeting_point_can_be_given() -> None:
 
 def test_torchruns_variables_come_before_slurms() -> None:
     torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "29400"}
-    assert find_place({**SRUN, **torchrun}) == Place(5, 8, 1, 4, "127.0.0.1", 29400)
+    assert find_place({**SRUN, **torchrun}) == Place(5, 8, 1, "127.0.0.1", 29400)
 
 
 @pytest.mark.parametrize(

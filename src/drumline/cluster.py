@@ -14,6 +14,7 @@ import json
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,6 +34,7 @@ T = TypeVar("T")
 
 _PATIENCE = timedelta(days=1)
 """How long ranks wait for one that prepares text or reads a checkpoint: the launcher ends them sooner if it dies."""
+_GOODBYE = timedelta(seconds=5)
 _SLURM_PORTS = range(20000, 30000)
 
 
@@ -43,7 +45,6 @@ class Place:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    local_size: int = 1
     master_addr: str = "127.0.0.1"
     master_port: int = 0
 
@@ -51,10 +52,13 @@ class Place:
 def find_place(environ: Mapping[str, str]) -> Place:
     """This process's place, from the variables its launcher set; a single process where there are none."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-        defaults = {"LOCAL_RANK": environ["RANK"], "LOCAL_WORLD_SIZE": environ["WORLD_SIZE"], "MASTER_PORT": "29500"}
-        rank, size, local_rank, local_size, port = (_number(environ, name, defaults.get(name, "0")) for name in names)
-        return Place(rank, size, local_rank, local_size, environ.get("MASTER_ADDR", "127.0.0.1"), port)
+        return Place(
+            rank=_number(environ, "RANK"),
+            size=_number(environ, "WORLD_SIZE"),
+            local_rank=_number(environ, "LOCAL_RANK", environ["RANK"]),
+            master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=_number(environ, "MASTER_PORT", "29500"),
+        )
     # Only srun sets the number of a step's tasks; a batch script knows how many are to come, and is none of them.
     size = _number(environ, "SLURM_STEP_NUM_TASKS", "1")
     if size > 1:
@@ -64,7 +68,6 @@ def find_place(environ: Mapping[str, str]) -> Place:
             rank=_number(environ, "SLURM_PROCID"),
             size=size,
             local_rank=_number(environ, "SLURM_LOCALID", "0"),
-            local_size=int(re.split(r"[(,]", environ.get("SLURM_STEP_TASKS_PER_NODE", str(size)))[0]),
             master_addr=environ.get("MASTER_ADDR", hosts[0]),
             master_port=_number(environ, "MASTER_PORT", str(_SLURM_PORTS[job % len(_SLURM_PORTS)])),
         )
@@ -216,10 +219,17 @@ def _rendezvous(place: Place) -> Store:
 
 
 def leave() -> None:
-    """Tear the process group down."""
-    if dist.is_initialized():
-        with contextlib.suppress(RuntimeError):  # a peer that died leaves nothing to say goodbye to
-            dist.destroy_process_group()
+    """Tear the process group down. Rank 0, which may keep the store, goes last: others may still read there."""
+    if not dist.is_initialized():
+        return
+    store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    with contextlib.suppress(RuntimeError):  # a peer that died leaves nothing to say goodbye to
+        if rank > 0:
+            store.set(f"drumline/left/{rank}", "")
+        elif isinstance(sys.exc_info()[1], DrumlineError | None):  # after a crash nobody is worth waiting for
+            store.wait([f"drumline/left/{other}" for other in range(1, size)], _GOODBYE)
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
 
 
 def check_backend(backend: Backend, device: torch.device) -> str:

@@ -42,7 +42,7 @@ XL = {"n_layers": 48, "n_heads": 25, "d_model": 1600, "d_ff": 6400}
 
 
 def _tiny(family: dict[str, Any]) -> Preset:
-    return Preset(shape=TINY, family=family, context=128, vocab_size=2048, batch_size=16, lr=2e-3, total_steps=1000)
+    return Preset(shape=TINY, family=family, context=128, vocab_size=2048, batch_size=16, lr=2e-3, total_steps=800)
 
 
 PRESETS: dict[str, Preset] = {

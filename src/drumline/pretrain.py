@@ -142,7 +142,6 @@ def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | No
         )
         if world.is_main:
             _conclude(config, data, loop, records, result)
-        world.gather("done")  # nobody closes its connections while another still uses them
     finally:
         records.close()
     return result
