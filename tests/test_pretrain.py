@@ -118,7 +118,8 @@ def test_a_new_run_can_start_from_another_runs_checkpoint(train: Train) -> None:
     assert train("--run_dir", "first", "--save_every", "2", "--keep_checkpoints", "9") == 0
     assert train("--run_dir", "second", "--resume_from", "first/checkpoints/step-00000004") == 0
     assert run_command(["train", "--resume_from", "first/checkpoints/step-00000004"]) == 0
-    assert sha256(Path("first")) == sha256(Path("second")) == sha256(Path("runs/modern-tiny"))
+    assert run_command(["train", "--resume_from", "first/checkpoints/step-00000004", "--run_dir", "third"]) == 0
+    assert sha256(Path("first")) == sha256(Path("third")) == sha256(Path("second")) == sha256(Path("runs/modern-tiny"))
     assert RunFolder(Path("second")).checkpoint(6).exists()
 
 

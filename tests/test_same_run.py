@@ -127,11 +127,11 @@ def test_more_ranks_than_micro_batches_is_an_error_that_names_both(here: Path) -
     assert outcomes[1].err == outcomes[2].err == ""
 
 
-def _fit(run_dir: str, steps: int, normed: bool) -> str:
-    torch.manual_seed(5)
+def _fit(run_dir: str, steps: int, normed: bool, seed: int = 5) -> str:
+    torch.manual_seed(seed)
     middle: nn.Module = nn.BatchNorm1d(8) if normed else nn.Tanh()
     model = nn.Sequential(nn.Linear(6, 8), middle, nn.Dropout(0.3), nn.Linear(8, 1))
-    inputs = torch.randn(40, 6)
+    inputs = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
     trainer = Trainer(
         model,
         TensorDataset(inputs, inputs.sum(1, keepdim=True)),
@@ -153,6 +153,12 @@ def test_any_model_trains_to_the_same_bits_on_any_number_of_ranks(here: Path) ->
     for size, steps in ((2, 3), (3, 8)):
         outcomes = run_ranks(_fit, [("again", steps, False)] * size)
     assert outcomes[0].value == sha256("any1")
+
+
+def test_ranks_whose_first_weights_were_drawn_apart_train_rank_0s(here: Path) -> None:
+    outcomes = run_ranks(_fit, [("apart", 3, False, seed) for seed in (5, 6)])
+    (alone,) = run_ranks(_fit, [("alone", 3, False, 5)])
+    assert {outcome.value for outcome in outcomes} == {alone.value}, outcomes[1].err
 
 
 def test_a_model_with_running_statistics_keeps_them_alike_on_all_ranks(here: Path) -> None:

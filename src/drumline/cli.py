@@ -1,7 +1,7 @@
 """The command line: parse, one call, print. Nothing slow is imported before a command needs it.
 
 Exit codes: 0 done, 1 the user's to mend, 2 the command line itself is wrong, 3 the run failed, 75 stopped by a signal
-with everything saved (start the same command again to go on).
+with everything saved (start the same command again to go on), 130 interrupted before that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from drumline.config import (
     TrainConfig,
 )
 from drumline.config_file import read_settings
-from drumline.errors import EXIT_STOPPED, EXIT_USAGE, DrumlineError
+from drumline.errors import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, DrumlineError
 from drumline.presets import PRESETS
 
 _DEFAULTS = TrainConfig()
@@ -265,7 +265,7 @@ def run_command(argv: list[str]) -> int:
     except DrumlineError as error:
         return _complain(error, error.exit_code)
     except KeyboardInterrupt:
-        return _complain(DrumlineError("interrupted", fix="start the same command again"), EXIT_STOPPED)
+        return _complain(DrumlineError("interrupted", fix="start the same command again"), EXIT_INTERRUPTED)
 
 
 def _layers(argv: list[str]) -> list[tuple[Path, dict[str, Any]]]:
@@ -279,14 +279,13 @@ def _layers(argv: list[str]) -> list[tuple[Path, dict[str, Any]]]:
     run_dir = _flag(argv, "run_dir") or (layers[0][1].get("run_dir") if layers else None)
     resume_from = _flag(argv, "resume_from")
     stored = Path(run_dir) / "config.toml" if run_dir else None
-    if stored is None and resume_from not in (None, "auto"):
+    if (stored is None or not stored.exists()) and resume_from not in (None, "auto"):
         # A new run that starts from another one's checkpoint: RUN, or RUN/checkpoints/step-N.
         candidates = (Path(str(resume_from)), *Path(str(resume_from)).parents[1:2])
         stored = next((path / "config.toml" for path in candidates if (path / "config.toml").exists()), None)
     if stored is not None and stored.exists():
         settings = read_settings(stored)
-        if not run_dir:
-            settings.pop("run_dir", None)
+        settings.pop("run_dir", None)  # the flag, if there is one, says the same or names a new run
         layers.append((stored, settings))
     return layers
 

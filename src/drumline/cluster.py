@@ -195,8 +195,7 @@ def join(*, device: Device = "auto", backend: Backend = "auto", bitwise: bool = 
     os.environ.update(MASTER_ADDR=place.master_addr, MASTER_PORT=str(place.master_port))
     if not dist.is_initialized():
         store = _rendezvous(place)
-        on_gpu = where if name == "nccl" else None
-        dist.init_process_group(name, store=store, rank=place.rank, world_size=place.size, device_id=on_gpu)
+        dist.init_process_group(name, store=store, rank=place.rank, world_size=place.size)
         atexit.register(leave)
     return World(place, where, dist.distributed_c10d._get_default_store())
 

@@ -103,6 +103,7 @@ class Bitwise:
         shares = [plan.share(rank, world.size) for rank in range(world.size)]
         self._blocks = [[_span(block) for block in _blocks(share)] for share in shares]
         self._share = shares[world.rank]
+        world.broadcast([tensor.detach() for tensor in model.state_dict(keep_vars=True).values()])  # as DDP does
 
     def accumulate(self, micro_batches: Iterable[Any], backward: Backward, *, vote: bool) -> Tensor:
         tree = _Tree()

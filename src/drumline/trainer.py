@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from drumline.agreement import compare, versions
 from drumline.batches import DatasetBatches, plan_batches
 from drumline.cluster import join
 from drumline.config import Backend, BatchConfig, Device, Dtype
@@ -77,6 +78,7 @@ class Trainer:
             grad_clip=grad_clip,
             **loop,
         )
+        compare(world, {**versions(), **self.loop.facts})
 
     def fit(
         self,
