@@ -9,7 +9,7 @@ SOURCE = Path(drumline.__file__).parent
 
 # Each line may import from the lines above it, and a module from those before it on its own line.
 ORDER = """
-errors
+errors disk
 config
 config_file presets plugins run_folder
 text_files text_hub text corpus token_manifest tokenizer tokens prepare

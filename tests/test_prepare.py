@@ -215,7 +215,7 @@ prepare.BATCH_BYTES = 1000
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 moment, source, out = sys.argv[1:]
 if moment == "before the manifest": token_manifest.Manifest.write = die
-if moment == "before the rename": prepare._flush = lambda path: die() if path.is_dir() else None
+if moment == "before the rename": prepare.flush = lambda path: die() if path.is_dir() else None
 def progress(now):
     if moment == "while encoding" and now.stage == "encoding" and now.text_bytes > 5000: die()
 prepare.prepare(source, out, vocab_size=400, valid_fraction=0.1, progress=progress)

@@ -25,12 +25,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drumline.cluster import World
+from drumline.disk import file_sha256, flush
 from drumline.errors import CheckpointError
 from drumline.run_folder import CHECKPOINT_PREFIX, RunFolder
 
 MODEL, OPTIMIZER, RUN, MANIFEST = "model.safetensors", "optimizer.safetensors", "run.json", "manifest.json"
 FORMAT = 1
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ def save(
         }
         (aside / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n", encoding="utf-8")
         for name in (MODEL, OPTIMIZER, RUN, MANIFEST):
-            _flush(aside / name)
-        _flush(aside)
+            flush(aside / name)
+        flush(aside)
         if final.exists():  # a run that went back to an earlier step passes here again
             shutil.rmtree(final)
         aside.rename(final)
-        _flush(final.parent)
+        flush(final.parent)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
@@ -213,14 +213,6 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
     return tensors, scalars
 
 
-def file_sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 def _load_weights(path: Path, model: nn.Module) -> None:
     stored, here = load_file(path), weights(model)
     missing, extra = sorted(here.keys() - stored.keys()), sorted(stored.keys() - here.keys())
@@ -254,15 +246,6 @@ def _load_optimizer(
     for key, value in scalars.items():
         kind, name = key.split("/", 1)
         optimizer.state[parameters[name]][kind] = value
-
-
-def _flush(path: Path) -> None:
-    """Make a file, or a folder's list of names, durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

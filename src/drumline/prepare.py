@@ -29,6 +29,7 @@ import numpy.typing as npt
 import psutil
 
 from drumline.corpus import Corpus, Label, Labelled, utf8_bytes
+from drumline.disk import flush
 from drumline.errors import DataError
 from drumline.text import OnError, Skipped, source_key
 from drumline.token_manifest import (
@@ -210,7 +211,7 @@ def _make(recipe: _Recipe, out: Path, progress: ProgressCallback | None, skipped
     partial.mkdir(parents=True)
     try:
         manifest = _fill(partial, recipe, progress, skipped)
-        _flush(partial)
+        flush(partial)
         try:
             partial.rename(out)
         except OSError:
@@ -219,7 +220,7 @@ def _make(recipe: _Recipe, out: Path, progress: ProgressCallback | None, skipped
                 raise
             manifest = finished
             shutil.rmtree(partial)
-        _flush(out.parent)
+        flush(out.parent)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -235,21 +236,13 @@ def _remove_leftovers(out: Path, host: str) -> None:
             shutil.rmtree(path)
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _fill(folder: Path, recipe: _Recipe, progress: ProgressCallback | None, skipped: Skipped) -> Manifest:
     """Write every file of a prepared folder, the manifest last."""
     corpus = recipe.corpus
     key, state = recipe.key, source_key(corpus.source)  # before reading: a change meanwhile must not go unnoticed
     tokenizer, cut_bytes = _tokenizer(recipe, progress)
     tokenizer.save(folder / TOKENIZER)
-    _flush(folder / TOKENIZER)
+    flush(folder / TOKENIZER)
     files = {TOKENIZER: FileRecord(bytes=(folder / TOKENIZER).stat().st_size, sha256=tokenizer.sha256)}
 
     writers = {

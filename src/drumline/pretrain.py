@@ -20,6 +20,7 @@ from drumline.batches import TokenBatches, mix, plan_batches
 from drumline.cluster import World, join, leave
 from drumline.config import DataConfig, OptimConfig, TrainConfig
 from drumline.config_file import differences, from_settings, read_settings, sections, to_toml
+from drumline.disk import replace_text
 from drumline.errors import ConfigError
 from drumline.evaluate import evaluate
 from drumline.hardware import allow_tf32, pick_dtype
@@ -31,7 +32,7 @@ from drumline.plots import plot_loss
 from drumline.prepare import ProgressCallback, cached
 from drumline.presets import gpt_config, preset, with_preset
 from drumline.records import JsonlSink, Record, Records, Sink, count
-from drumline.run_folder import RunFolder, replace_text
+from drumline.run_folder import RunFolder
 from drumline.runs import build_model, choose_folder
 from drumline.sample import SampleConfig, generate
 from drumline.step import Precision

@@ -12,6 +12,8 @@ from typing import Any
 
 import psutil
 
+from drumline.disk import replace_text
+
 CHECKPOINT_PREFIX = "step-"
 
 
@@ -88,10 +90,3 @@ class RunFolder:
         ):
             return "lost"
         return state
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that it is never seen half written."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)

@@ -6,7 +6,6 @@ It is written last, so a folder that has one was finished, and every file is hel
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from drumline.disk import file_sha256
 from drumline.errors import DataError
 
 FORMAT = "drumline-tokens"
@@ -167,8 +167,7 @@ def verify(folder: Path, manifest: Manifest, names: tuple[str, ...]) -> None:
         stamp = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": record.sha256}
         if stamps.get(name) == stamp:
             continue
-        with open(path, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = file_sha256(path)
         if found != record.sha256:
             what = "not the tokenizer that the tokens were made with" if name == TOKENIZER else "damaged or changed"
             raise DataError(
