@@ -59,6 +59,13 @@ def test_a_second_start_reuses_what_was_prepared(train: Train, capsys: pytest.Ca
     assert sha256(Path("runs/modern-tiny")) == sha256(Path("runs/modern-tiny-2"))
 
 
+def test_training_reports_the_text_it_skipped(train: Train, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (text / "bad.txt").write_bytes(b"caf\xe9 \xff")
+    assert train("--on_error", "skip") == 0
+    said = capsys.readouterr().out
+    assert "skipped 1 unreadable, first: " in said and "bad.txt" in said
+
+
 @pytest.mark.parametrize("stop", [1, 4])
 def test_a_run_stopped_anywhere_and_resumed_ends_with_the_same_bits(train: Train, stop: int) -> None:
     flags = (

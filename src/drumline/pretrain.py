@@ -29,13 +29,14 @@ from drumline.model import GPT
 from drumline.optim import learning_rate, make_optimizer, scaled
 from drumline.parallel import make_strategy
 from drumline.plots import plot_loss
-from drumline.prepare import ProgressCallback, cached
+from drumline.prepare import Prepared, ProgressCallback, cached
 from drumline.presets import gpt_config, preset, with_preset
 from drumline.records import JsonlSink, Record, Records, Sink, count
 from drumline.run_folder import RunFolder
 from drumline.runs import build_model, choose_folder
 from drumline.sample import SampleConfig, generate
 from drumline.step import Precision
+from drumline.text import Skipped
 from drumline.tokenizer import StreamDecoder, Tokenizer
 from drumline.tokens import TokenFile, has_tokens, is_tokens, open_tokens
 from drumline.trackers import open_trackers
@@ -52,6 +53,8 @@ class Data:
     valid: TokenFile | None
     tokenizer: Tokenizer | None
     vocab_size: int
+    skipped: Skipped
+    """What could not be read, where the user chose to go on."""
 
 
 def token_objective(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
@@ -64,7 +67,7 @@ def token_objective(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor | None
 
 def open_data(config: TrainConfig, *, progress: ProgressCallback | None = None) -> Data:
     """Token files as they are; text prepared first, or reused if it was prepared before."""
-    data = config.data
+    data, skipped = config.data, Skipped()
     path: str | Path = data.train_data_path
     valid_path: str | Path | None = data.valid_data_path
     if not is_tokens(path):
@@ -73,7 +76,8 @@ def open_data(config: TrainConfig, *, progress: ProgressCallback | None = None) 
                 f"train_data_path {path} is text, and valid_data_path {valid_path} is tokens of another tokenizer",
                 fix="give both as text, or both as tokens made by one `drumline prepare`",
             )
-        path, valid_path = _prepared(data, progress), None
+        prepared = _prepared(data, progress)
+        path, valid_path, skipped = prepared.path, None, prepared.skipped
     tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else None
     train = open_tokens(path, split="train")
     if train.vocab_size is None:  # a peer's file does not say; it is checked against the tokenizer or the setting
@@ -85,10 +89,10 @@ def open_data(config: TrainConfig, *, progress: ProgressCallback | None = None) 
     if valid_path is None and has_tokens(path, "valid"):
         valid_path = path
     valid = open_tokens(valid_path, split="valid", vocab_size=vocab_size) if valid_path is not None else None
-    return Data(train, valid, tokenizer, vocab_size)
+    return Data(train, valid, tokenizer, vocab_size, skipped)
 
 
-def _prepared(data: DataConfig, progress: ProgressCallback | None) -> Path:
+def _prepared(data: DataConfig, progress: ProgressCallback | None) -> Prepared:
     return cached(
         data.train_data_path,
         data.data_dir,
@@ -99,7 +103,7 @@ def _prepared(data: DataConfig, progress: ProgressCallback | None) -> Path:
         valid_source=data.valid_data_path,
         valid_fraction=data.valid_fraction,
         progress=progress,
-    ).path
+    )
 
 
 def pretrain(config: TrainConfig, *, progress: ProgressCallback | None = None) -> FitResult:
@@ -165,9 +169,10 @@ def _stored(folder: RunFolder, world: World) -> TrainConfig | None:
 def _open_data_in_turn(config: TrainConfig, world: World, progress: ProgressCallback | None) -> Data:
     """Rank 0 prepares the text, then one rank of each other host, which may have its own disk; then all read it."""
     own = world.place.local_rank == 0
-    world.together(lambda: open_data(config, progress=progress) if world.is_main else None)
+    first = world.together(lambda: open_data(config, progress=progress) if world.is_main else None)
     world.together(lambda: open_data(config) if own and not world.is_main else None)
-    return world.together(lambda: open_data(config))
+    data = world.together(lambda: open_data(config))
+    return replace(data, skipped=first.skipped) if first is not None else data  # who prepared knows what it skipped
 
 
 def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: World) -> Records:
@@ -306,12 +311,15 @@ def _introduction(config: TrainConfig, data: Data, loop: Loop, *, total_steps: i
     batches, plan, precision = loop.batches, loop.batches.plan, loop.precision
     parameters = sum(p.numel() for p in loop.model.parameters())
     held_out = f"{count(len(data.valid))} tokens held out" if data.valid is not None else "nothing held out"
+    unreadable = (
+        f"; skipped {data.skipped.count} unreadable, first: {data.skipped.first[0]}" if data.skipped.count else ""
+    )
     return [
         f"run    {loop.folder.path}",
         f"model  {config.model.preset}: {count(parameters)} parameters, context {batches.weight}, "
         f"on {precision.device.type} in {str(precision.dtype).removeprefix('torch.')}",
         f"data   {config.data.train_data_path}: {count(len(data.train))} tokens, {held_out}, "
-        f"vocabulary {data.vocab_size:,}",
+        f"vocabulary {data.vocab_size:,}{unreadable}",
         f"step   {plan.formula(loop.world.size)} = {plan.sequences} sequences "
         f"= {plan.sequences * batches.weight:,} tokens",
         f"lr     {_lr_formula(config.optim, plan.sequences)}",
