@@ -1,10 +1,21 @@
-"""Files that are whole or not there: flushed to the disk, replaced in one go, known by their hash."""
+"""Files that are whole or not there: flushed to the disk, replaced in one go, known by their hash; and files that grow
+by lines on a disk that may be full or away for a while, and a lock that no dead process holds."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
+
+_KEPT_LINES = 100_000
+_LINES_AT_ONCE = 1_000
+_LOCK_RETRY_S = 0.05
 
 
 def flush(path: Path) -> None:
@@ -17,12 +28,126 @@ def flush(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that it is never seen half written."""
+    """Write a small file so that it is never seen half written, not even after a power cut."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
+    try:
+        aside.write_text(text, encoding="utf-8")
+        flush(aside)
+        os.replace(aside, path)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
 
 
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class PostponedError(OSError):
+    """The disk did not take it now; it is kept and written as soon as the disk does."""
+
+
+class LineFile:
+    """Whole lines at the end of a file, each once and in order, however often the disk refuses them for a while.
+
+    The file is opened anew for every write: a disk that went away and came back, or a file that was replaced, is no
+    matter. What waits is bounded: past `keep` lines the oldest are dropped, and close() tells how many are missing.
+    """
+
+    def __init__(self, path: Path, *, keep: int = _KEPT_LINES) -> None:
+        self.path = path
+        self._keep, self._dropped = keep, 0
+        self._waiting: deque[bytes] = deque()
+        self._whole_bytes: int | None = None  # where the file ended before a write that failed
+
+    def append(self, line: str) -> None:
+        """Write a line, after those that wait; PostponedError when it has to wait too."""
+        self._waiting.append(line.encode("utf-8", errors="replace") + b"\n")
+        while len(self._waiting) > self._keep:
+            self._waiting.popleft()
+            self._dropped += 1
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits."""
+        try:
+            while self._waiting:
+                lines = list(islice(self._waiting, _LINES_AT_ONCE))
+                self._write(b"".join(lines))
+                for _ in lines:
+                    self._waiting.popleft()
+        except OSError as error:
+            raise PostponedError(error.errno, error.strerror, str(self.path)) from error
+
+    def close(self) -> None:
+        """Try a last time; OSError if lines are missing from the file for good."""
+        with suppress(OSError):
+            self.flush()
+        if missing := self._dropped + len(self._waiting):
+            raise OSError(f"{self.path} lacks {missing:,} lines that the disk did not take")
+
+    def _write(self, lines: bytes) -> None:
+        """All of the lines or none; also a close can fail, where a network disk says late that it is full."""
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                self._cut(file.fileno())
+                self._whole_bytes = os.fstat(file.fileno()).st_size
+                rest = memoryview(lines)
+                while rest:  # a disk that is almost full takes the beginning, and only then says so
+                    rest = rest[file.write(rest) :]
+        except OSError:
+            with suppress(OSError), self.path.open("r+b", buffering=0) as file:
+                self._cut(file.fileno())
+            raise
+        self._whole_bytes = None
+
+    def _cut(self, descriptor: int) -> None:
+        """Take away what a failed write left."""
+        if self._whole_bytes is not None and os.fstat(descriptor).st_size > self._whole_bytes:
+            os.ftruncate(descriptor, self._whole_bytes)
+
+
+@contextmanager
+def locked(path: Path, *, wait_s: float) -> Iterator[int]:
+    """Hold a lock file, yielding its descriptor; BlockingIOError if another process still has it after `wait_s`.
+
+    The kernel drops the lock with the process, however that ends. A file system without locks is not locked.
+    """
+    lock = _Lock(path)
+    try:
+        deadline = time.monotonic() + wait_s
+        while not lock.take():
+            if time.monotonic() > deadline:
+                raise BlockingIOError(f"{path} is held")
+            time.sleep(_LOCK_RETRY_S)
+        yield lock.descriptor
+    finally:
+        lock.close()
+
+
+class _Lock:
+    def __init__(self, path: Path) -> None:
+        try:
+            self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:
+            if not path.exists():
+                raise
+            self.descriptor = os.open(path, os.O_RDONLY)  # a file system that has become read-only can be locked
+        # A forked child shares the lock, and would hold it beyond its parent's death.
+        os.register_at_fork(after_in_child=self.close)
+
+    def take(self) -> bool:
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # ENOLCK, ENOTSUP, ENOSYS: some network file systems
+            return True
+        return True
+
+    def close(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1

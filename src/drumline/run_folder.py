@@ -6,15 +6,20 @@ import json
 import os
 import socket
 import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from drumline.disk import replace_text
+from drumline.disk import locked, replace_text
+from drumline.errors import ConfigError
 
 CHECKPOINT_PREFIX = "step-"
+_HOLD_WAIT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -55,8 +60,63 @@ class RunFolder:
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 
+    @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+    @property
+    def events(self) -> Path:
+        """What happened to the run beside its steps: saves, restarts, skipped data, disks in trouble."""
+        return self.path / "events.jsonl"
+
+    @staticmethod
+    def checkpoint_name(step: int) -> str:
+        return f"{CHECKPOINT_PREFIX}{step:08d}"
+
     def checkpoint(self, step: int) -> Path:
-        return self.checkpoints / f"{CHECKPOINT_PREFIX}{step:08d}"
+        return self.checkpoints / self.checkpoint_name(step)
+
+    def run_id(self) -> str:
+        """A name that no other run has, not even a later one in a folder of the same path."""
+        path = self.path / ".id"
+        with suppress(OSError):
+            if not path.exists():
+                replace_text(path, uuid.uuid4().hex)
+            if name := path.read_text(encoding="utf-8").strip():
+                return name
+        return uuid.uuid4().hex  # on a disk that takes nothing the name lasts as long as the process
+
+    @contextmanager
+    def hold(self, *, wait_s: float = _HOLD_WAIT_S) -> Iterator[None]:
+        """Keep every other process from training in this folder; ConfigError if one does.
+
+        It waits a little first: a process that was told to stop, or was killed, may take a moment to be gone.
+        """
+        with ExitStack() as held:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                descriptor = held.enter_context(locked(self.lock, wait_s=wait_s))
+            except BlockingIOError:
+                raise ConfigError(
+                    f"{self.path} is in use: {self._holder()} trains there",
+                    fix="wait until it ends, stop it, or choose another --run_dir",
+                ) from None
+            except OSError as error:
+                raise ConfigError(
+                    f"{self.path} cannot be written ({error})",
+                    fix="make room there or mend its permissions, or choose another --run_dir",
+                ) from None
+            with suppress(OSError):  # who holds it is for people to read: a full disk is no reason to stop
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+            yield
+
+    def _holder(self) -> str:
+        try:
+            holder = json.loads(self.lock.read_text(encoding="utf-8"))
+            return f"process {holder['pid']} on {holder['host']}"
+        except (OSError, ValueError, TypeError, KeyError):
+            return "another process"
 
     def read_status(self) -> dict[str, Any]:
         """What the run last said of itself; {} when it never did."""
@@ -67,7 +127,10 @@ class RunFolder:
         return status if isinstance(status, dict) else {}
 
     def write_status(self, state: str, *, step: int, total_steps: int, **more: Any) -> None:
-        """Replace status.json whole: a reader sees the old one or the new one, never half of one."""
+        """Replace status.json whole: a reader sees the old one or the new one, never half of one.
+
+        OSError if the disk does not take it: `Records.attempt` keeps that from ending a run.
+        """
         status = {
             "state": state,
             "step": step,

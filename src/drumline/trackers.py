@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -40,14 +41,18 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise MissingExtraError("--tensorboard", extra="tensorboard") from None
-        self._writer = SummaryWriter(str(path))
+        self._open = partial(SummaryWriter, str(path))
+        self._writer: Any = None
 
     def write(self, record: Record) -> None:
+        if self._writer is None:  # only now: opening it on a full disk fails, and here that ends this sink alone
+            self._writer = self._open()
         for key, value in numbers(record).items():
             self._writer.add_scalar(key, value, record["step"])
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WandbSink:
@@ -68,7 +73,10 @@ class WandbSink:
             dir=str(path),
             mode=mode,
             config=settings,
-            settings=wandb.Settings(silent=True, disable_code=True, disable_git=True, init_timeout=30),
+            # No code, no git, no command line (meta): what W&B may know of a run is the config above and its numbers.
+            settings=wandb.Settings(
+                silent=True, disable_code=True, disable_git=True, x_disable_meta=True, init_timeout=30
+            ),
         )
 
     def write(self, record: Record) -> None:
