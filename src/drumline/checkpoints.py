@@ -1,183 +1,267 @@
 """Checkpoints: complete or not there at all, verified before anything is read in, and without pickle.
 
     step-00005000/
-      model.safetensors       weights
-      optimizer.safetensors   optimizer state, one tensor per kind and parameter: "exp_avg/head.weight"
-      run.json                step and the little that is not a tensor
-      manifest.json           size and sha256 of every file above
+      model-00001-of-00002.safetensors       weights, divided over the ranks that write (storage.py)
+      optimizer-00001-of-00002.safetensors   optimizer state
+      run.json                               step and the little that is not a tensor
+      manifest.json                          size and sha256 of every file above, versions, and its own sha256
 
-A checkpoint is written aside, flushed, hashed and renamed.
+A checkpoint is written aside, flushed, hashed and renamed. Writing while training goes on is saver.py's business.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
+import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from drumline.cluster import World
 from drumline.disk import file_sha256, flush
 from drumline.errors import CheckpointError
 from drumline.run_folder import CHECKPOINT_PREFIX, RunFolder
+from drumline.storage import SUFFIX, FileFacts, kind_of, read_tensors, stored_shapes
 
-MODEL, OPTIMIZER, RUN, MANIFEST = "model.safetensors", "optimizer.safetensors", "run.json", "manifest.json"
-FORMAT = 1
+RUN, MANIFEST = "run.json", "manifest.json"
+FORMAT = 2
+_FILE_NAME = re.compile(rf"(?:model|optimizer)-\d+-of-\d+{re.escape(SUFFIX)}|{re.escape(RUN)}")
+"""Every file a manifest may name. None of them can leave its folder."""
+_NOT_JSON_OF_OURS = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+class OtherFormatError(CheckpointError):
+    """A checkpoint that is whole, but not for this version: never set aside, whoever wrote it can read it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """What a run needs to go on, beside its tensors."""
+
+    step: int
+    facts: dict[str, Any]
+    """What must be the same for the run to go on as the same run."""
+    scaler: dict[str, Any] = field(default_factory=dict)
+    """float16's loss scaler; {} for other formats."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """What of the optimizer's state is not a tensor, by "kind/parameter"."""
+    detours: list[list[int]] = field(default_factory=list)
+    """[step, number of steps whose data are left out from there on]: what rollbacks have skipped."""
+    losses: list[float] = field(default_factory=list)
+    """Of the last steps, where a leap of the loss is watched for."""
+    valid_loss: float | None = None
+    """Held-out loss of these weights, if it was computed at this step."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint on disk."""
+    """A verified checkpoint."""
 
     path: Path
-    step: int
-    scaler: dict[str, Any]
-    """float16's loss scaler; {} for other formats."""
-    facts: dict[str, Any]
-    """What must be the same for the run to go on as the same run."""
+    state: RunState
+    tensors: dict[str, Tensor] | None = None
+    """Of a single file, which is read whole; None: they are read from the folder when they are loaded."""
+
+    @property
+    def step(self) -> int:
+        return self.state.step
 
 
-def save(
-    folder: RunFolder,
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor of a run by its name in a checkpoint, in the same order on every rank."""
+    return {**weights(model), **optimizer_state(model, optimizer)[0]}
+
+
+def divide(sizes: dict[str, int], parts: int) -> list[list[str]]:
+    """Names dealt out so that each part has about as many bytes; the same on every rank."""
+    dealt: list[list[str]] = [[] for _ in range(parts)]
+    load = [0] * parts
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        lightest = load.index(min(load))
+        dealt[lightest].append(name)
+        load[lightest] += sizes[name]
+    return dealt
+
+
+def commit(
+    aside: Path,
+    final: Path,
+    state: RunState,
+    files: FileFacts,
     *,
-    step: int,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler: dict[str, Any],
-    facts: dict[str, Any],
-) -> Path:
-    """Write the checkpoint of `step`; when this returns, it will survive a power cut."""
-    final = folder.checkpoint(step)
-    aside = final.with_name(f".{final.name}.partial-{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
-        state, scalars = optimizer_state(model, optimizer)
-        save_file({name: tensor.contiguous() for name, tensor in weights(model).items()}, aside / MODEL)
-        save_file(state, aside / OPTIMIZER)
-        run = {"format": FORMAT, "step": step, "scaler": scaler, "facts": facts, "optimizer": scalars}
-        (aside / RUN).write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
-        files = {
-            name: {"bytes": (aside / name).stat().st_size, "sha256": file_sha256(aside / name)}
-            for name in (MODEL, OPTIMIZER, RUN)
-        }
-        (aside / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": files}, indent=2) + "\n", encoding="utf-8")
-        for name in (MODEL, OPTIMIZER, RUN, MANIFEST):
-            flush(aside / name)
-        flush(aside)
-        if final.exists():  # a run that went back to an earlier step passes here again
-            shutil.rmtree(final)
-        aside.rename(final)
-        flush(final.parent)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-    return final
+    about: dict[str, Any],
+    reached: Callable[[str], None] = lambda point: None,
+) -> Checkpoint:
+    """Make the files that lie in `aside` a checkpoint, read again and verified, in one rename."""
+    text = (json.dumps({"format": FORMAT, **asdict(state)}, indent=2) + "\n").encode()
+    (aside / RUN).write_bytes(text)
+    files = {**files, RUN: {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}}
+    reached(RUN)
+    manifest = {"format": FORMAT, "step": state.step, **about, "files": dict(sorted(files.items()))}
+    (aside / MANIFEST).write_text(_sealed(manifest), encoding="utf-8")
+    reached(MANIFEST)
+    for path in (aside / RUN, aside / MANIFEST, aside):
+        flush(path)
+    verified = open_checkpoint(aside)
+    reached("before the rename")
+    if final.exists():  # a run that went back to an earlier step passes here again
+        set_aside(final, "superseded")
+    aside.rename(final)
+    reached("after the rename")
+    flush(final.parent)
+    return Checkpoint(final, verified.state)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Verify every file of a checkpoint against its manifest; CheckpointError names what is wrong."""
     try:
-        files = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-        expected = {name: (int(files[name]["bytes"]), str(files[name]["sha256"])) for name in (MODEL, OPTIMIZER, RUN)}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = (path / MANIFEST).read_text(encoding="utf-8")
+        manifest = json.loads(text)
+        version, seal = manifest["format"], manifest.pop("sha256", None)
+        if version == FORMAT:
+            files = {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in manifest["files"].items()}
+            step = int(manifest["step"])
+    except _NOT_JSON_OF_OURS as error:
         raise _damaged(path, f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
-    for name, (size, sha256) in expected.items():
+    if version != FORMAT and seal in (None, _seal(manifest)):
+        raise OtherFormatError(
+            f"{path} has format {version}, this drumline reads {FORMAT}", fix="use the drumline that wrote it"
+        )
+    if text != _sealed(manifest) or (path / MANIFEST).is_symlink():
+        raise _damaged(path, f"{MANIFEST} does not have the hash it gives for itself")
+    if _step_in(path.name).isdecimal() and path.name != RunFolder.checkpoint_name(step):
+        raise _damaged(path, f"it is of step {step}, not of the step in its name")
+    try:
+        _check_files(path, files)
+    except OSError as error:  # a disk that has gone bad
+        raise _damaged(path, f"it cannot be read ({error})") from None
+    state = _read_state(path)
+    if state.step != step:
+        raise _damaged(path, f"{RUN} is of step {state.step}, {MANIFEST} of step {step}")
+    return Checkpoint(path, state)
+
+
+def _check_files(path: Path, files: dict[str, tuple[int, str]]) -> None:
+    if RUN not in files:
+        raise _damaged(path, f"its {MANIFEST} does not name {RUN}")
+    for name, (size, sha256) in files.items():
         file = path / name
-        if not file.is_file():
+        if not _FILE_NAME.fullmatch(name):
+            raise _damaged(path, f"its {MANIFEST} names {name!r}, which no checkpoint has")
+        if file.is_symlink() or not file.is_file():
             raise _damaged(path, f"{name} is missing")
         if file.stat().st_size != size:
             raise _damaged(path, f"{name} has {file.stat().st_size} bytes, not {size}")
         if file_sha256(file) != sha256:
             raise _damaged(path, f"{name} does not have the hash its manifest gives")
-    run = json.loads((path / RUN).read_text(encoding="utf-8"))
-    if run["format"] != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {run['format']}, this drumline reads {FORMAT}", fix="upgrade drumline"
-        )
-    return Checkpoint(path, step=int(run["step"]), scaler=dict(run["scaler"]), facts=dict(run["facts"]))
+    unknown = sorted(file.name for file in path.glob(f"*{SUFFIX}") if file.name not in files)
+    if unknown:
+        raise _damaged(path, f"it holds {unknown[0]}, which its {MANIFEST} does not name")
+
+
+def _read_state(path: Path) -> RunState:
+    """run.json, with nothing in it but what a RunState has."""
+    try:
+        run = json.loads((path / RUN).read_text(encoding="utf-8"))
+        if run.pop("format") != FORMAT:
+            raise ValueError("of another format")
+        state = RunState(**run)
+        if not isinstance(state.step, int) or not all(isinstance(v, dict) for v in (state.facts, state.optimizer)):
+            raise TypeError("of other types")
+        return state
+    except _NOT_JSON_OF_OURS as error:
+        raise _damaged(path, f"its {RUN} cannot be read ({type(error).__name__}: {error})") from None
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _sealed(manifest: dict[str, Any]) -> str:
+    """The very text of a manifest.json: not a byte of it may be another."""
+    return json.dumps({**manifest, "sha256": _seal(manifest)}, indent=2) + "\n"
 
 
 def load(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Read a verified checkpoint into a model and, for training on, its optimizer."""
-    _load_weights(checkpoint.path / MODEL, model)
+    held = checkpoint.tensors
+    stored = {n: (t.dtype, t.shape) for n, t in held.items()} if held is not None else stored_shapes(checkpoint.path)
+    _check_model({name: shape for name, (_, shape) in stored.items() if kind_of(name) == "model"}, checkpoint, model)
+    _fill(weights(model), checkpoint)
     if optimizer is not None:
-        scalars = json.loads((checkpoint.path / RUN).read_text(encoding="utf-8"))["optimizer"]
-        _load_optimizer(load_file(checkpoint.path / OPTIMIZER), scalars, model, optimizer)
+        _check_optimizer([*(name for name in stored if "/" in name), *checkpoint.state.optimizer], checkpoint, model)
+        wanted = {name: about for name, about in stored.items() if kind_of(name) == "optimizer"}
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in wanted.items()}
+        _fill(tensors, checkpoint)
+        load_optimizer(tensors, checkpoint.state.optimizer, model, optimizer)
 
 
-def share(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
-    """Give every rank rank 0's weights and optimizer state."""
+def _fill(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
+    with torch.no_grad():
+        if checkpoint.tensors is not None:
+            for name, tensor in tensors.items():
+                tensor.copy_(checkpoint.tensors[name])
+        elif tensors:
+            read_tensors(tensors, checkpoint.path)
+
+
+def share(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, source: int) -> None:
+    """Give every rank the weights and optimizer state of one of them."""
     if world.store is None:
         return
-    world.broadcast(list(weights(model).values()))
-    tensors, scalars = optimizer_state(model, optimizer) if world.is_main else ({}, {})
+    world.broadcast(list(weights(model).values()), source=source)
+    tensors, scalars = optimizer_state(model, optimizer) if world.rank == source else ({}, {})
     own: list[Any] = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
-    shapes, scalars = world.on_main(lambda: (own, scalars))
-    if not world.is_main:
+    shapes, scalars = world.gather([own, scalars])[source]
+    if world.rank != source:
         empty = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in shapes}
-        _load_optimizer(empty, scalars, model, optimizer)
+        load_optimizer(empty, scalars, model, optimizer)
         tensors, _ = optimizer_state(model, optimizer)
-    world.broadcast([tensors[name] for name, _, _ in shapes])
+    world.broadcast([tensors[name] for name, _, _ in shapes], source=source)
 
 
-def checkpoint_paths(folder: RunFolder) -> list[Path]:
+def checkpoint_paths(folder: Path) -> list[Path]:
     """Complete checkpoints by name, oldest first; not verified."""
-    found = folder.checkpoints.glob(f"{CHECKPOINT_PREFIX}*")
-    return sorted(path for path in found if path.name.removeprefix(CHECKPOINT_PREFIX).isdigit())
+    found = [path for path in folder.glob(f"{CHECKPOINT_PREFIX}*") if _step_in(path.name).isdecimal()]
+    return sorted(found, key=lambda path: int(_step_in(path.name)))
 
 
-def newest_valid(folder: RunFolder, *, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that verifies; damaged ones are named and set aside on the way."""
+def newest_valid(folder: Path, *, warn: Callable[[str], None], before: int | None = None) -> Checkpoint | None:
+    """The newest checkpoint (before a step) that verifies; damaged ones are named and set aside on the way."""
+    return next(valid_ones(folder, warn=warn, before=before), None)
+
+
+def valid_ones(folder: Path, *, warn: Callable[[str], None], before: int | None = None) -> Iterator[Checkpoint]:
     for path in reversed(checkpoint_paths(folder)):
+        if before is not None and int(_step_in(path.name)) >= before:
+            continue
         try:
-            return open_checkpoint(path)
+            yield open_checkpoint(path)
+        except OtherFormatError:
+            raise
         except CheckpointError as error:
-            set_aside = path.with_name(f"{path.name}.damaged")
-            shutil.rmtree(set_aside, ignore_errors=True)
-            path.rename(set_aside)
-            warn(f"{error.problem}; set aside as {set_aside.name}, trying the one before")
-    return None
+            warn(f"{error.problem}; {set_aside(path, 'damaged')}, trying the one before")
 
 
-def find(resume_from: str, folder: RunFolder, *, warn: Callable[[str], None]) -> Checkpoint | None:
-    """What `resume_from` means: auto (the run's newest valid checkpoint, if any), a checkpoint, or another run."""
-    if resume_from == "auto":
-        return newest_valid(folder, warn=warn)
-    check_resume(resume_from)
-    path = Path(resume_from)
-    if (path / MANIFEST).exists():
-        return open_checkpoint(path)
-    found = newest_valid(RunFolder(path), warn=warn)
-    if found is None:
-        raise CheckpointError(f"the run {path} has no valid checkpoint", fix="start without --resume_from")
-    return found
+def _step_in(name: str) -> str:
+    return name.removeprefix(CHECKPOINT_PREFIX)
 
 
-def check_resume(resume_from: str) -> None:
-    """Refuse at once what cannot be resumed from; whether it is whole is found out when it is opened."""
-    path = Path(resume_from)
-    if resume_from != "auto" and not (path / MANIFEST).exists() and not checkpoint_paths(RunFolder(path)):
-        raise CheckpointError(
-            f"--resume_from {resume_from} is neither a checkpoint nor a run with one",
-            fix="give RUN/checkpoints/step-NNNNNNNN or RUN; `drumline runs` lists the runs",
-        )
-
-
-def prune(folder: RunFolder, *, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what killed savers left behind."""
-    for path in checkpoint_paths(folder)[:-keep]:
-        shutil.rmtree(path)
-    for leftover in folder.checkpoints.glob(f".{CHECKPOINT_PREFIX}*.partial-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+def set_aside(path: Path, why: str) -> str:
+    """Rename a checkpoint so that it is not used again; says what was done."""
+    aside = path.with_name(f"{path.name}.{why}")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    except OSError as error:  # a read-only disk: it stays where it is, and is passed over again next time
+        return f"it cannot be set aside ({error.strerror})"
+    return f"set aside as {aside.name}"
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
@@ -207,32 +291,13 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
     for name, parameter in model.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                tensors[f"{kind}/{name}"] = value.contiguous()
+                tensors[f"{kind}/{name}"] = value
             else:
                 scalars[f"{kind}/{name}"] = value
     return tensors, scalars
 
 
-def _load_weights(path: Path, model: nn.Module) -> None:
-    stored, here = load_file(path), weights(model)
-    missing, extra = sorted(here.keys() - stored.keys()), sorted(stored.keys() - here.keys())
-    shapes = [
-        f"{n}: {tuple(stored[n].shape)} there, {tuple(here[n].shape)} here"
-        for n in here
-        if n in stored and stored[n].shape != here[n].shape
-    ]
-    if missing or extra or shapes:
-        raise CheckpointError(
-            f"{path.parent} is of another model: {len(missing)} tensors missing, {len(extra)} unknown, "
-            f"{len(shapes)} of another shape (first: {(missing + extra + shapes)[0]})",
-            fix="give the settings the checkpoint's run had (its config.toml has them)",
-        )
-    with torch.no_grad():
-        for name, tensor in here.items():
-            tensor.copy_(stored[name])
-
-
-def _load_optimizer(
+def load_optimizer(
     tensors: dict[str, Tensor], scalars: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     parameters = dict(model.named_parameters())
@@ -246,6 +311,32 @@ def _load_optimizer(
     for key, value in scalars.items():
         kind, name = key.split("/", 1)
         optimizer.state[parameters[name]][kind] = value
+
+
+def _check_model(stored: dict[str, torch.Size], checkpoint: Checkpoint, model: nn.Module) -> None:
+    here = weights(model)
+    missing, extra = sorted(here.keys() - stored.keys()), sorted(stored.keys() - here.keys())
+    shapes = [
+        f"{name}: {tuple(stored[name])} there, {tuple(tensor.shape)} here"
+        for name, tensor in here.items()
+        if name in stored and stored[name] != tensor.shape
+    ]
+    if missing or extra or shapes:
+        raise CheckpointError(
+            f"{checkpoint.path} is of another model: {len(missing)} tensors missing, {len(extra)} unknown, "
+            f"{len(shapes)} of another shape (first: {(missing + extra + shapes)[0]})",
+            fix="give the settings the checkpoint's run had (its config.toml has them)",
+        )
+
+
+def _check_optimizer(names: list[str], checkpoint: Checkpoint, model: nn.Module) -> None:
+    unknown = {name.partition("/")[2] for name in names} - dict(model.named_parameters()).keys()
+    if unknown:
+        raise CheckpointError(
+            f"{checkpoint.path} is of another model: it has optimizer state of {len(unknown)} parameters that are not "
+            f"here (first: {min(unknown)})",
+            fix="give the settings the checkpoint's run had (its config.toml has them)",
+        )
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
