@@ -61,7 +61,7 @@ def test_bitwise_on_one_rank_is_the_plain_sum_up_to_rounding() -> None:
         world, plan = World(Place(), torch.device("cpu")), BatchPlan(1, 5)
         strategy = make_strategy(model, plan, world, bitwise=kind == "bitwise")
         assert isinstance(strategy, Bitwise if kind == "bitwise" else Plain)
-        totals = strategy.accumulate(batches, backward, vote=True)
+        totals = strategy.accumulate(batches, backward, votes=(True,))
         results.append([*totals.tolist(), *(p.grad.tolist() for p in model.parameters() if p.grad is not None)])
     assert results[0] == results[1]
     assert results[0][1] == 1.0  # the vote
@@ -79,7 +79,7 @@ def _vote(bitwise: bool, votes: tuple[bool, ...]) -> list[float]:
             loss.backward()
             return torch.tensor(1.0)
 
-        return strategy.accumulate([torch.ones(2) for _ in share], step, vote=votes[world.rank]).tolist()  # type: ignore[no-any-return]
+        return strategy.accumulate([torch.ones(2) for _ in share], step, votes=(votes[world.rank],)).tolist()  # type: ignore[no-any-return]
     finally:
         leave()
 

@@ -140,8 +140,8 @@ class Batches(Protocol):
     def micro_batch(self, step: int, index: int) -> Any:
         """The `index`-th micro-batch of step `step`, as tensors on the CPU."""
 
-    def names(self, step: int) -> list[str]:
-        """Where step `step`'s items come from, for people."""
+    def names(self, step: int, index: int | None = None) -> list[str]:
+        """Where step `step`'s items, or those of one of its micro-batches, come from, for people."""
 
 
 def items_of(batches: Batches, seed: int, step: int, index: int | None = None) -> NDArray[np.int64]:
@@ -179,9 +179,9 @@ class TokenBatches:
         windows = items_of(self, self._seed, step, index)
         return window_batch(self._tokens, windows.tolist(), context=self._context, end_of_text=self._end_of_text)
 
-    def names(self, step: int) -> list[str]:
+    def names(self, step: int, index: int | None = None) -> list[str]:
         found: dict[str, None] = {}
-        for window in items_of(self, self._seed, step).tolist():
+        for window in items_of(self, self._seed, step, index).tolist():
             found |= dict.fromkeys(self._tokens.document_names(window * self._context, (window + 1) * self._context))
         return list(found)
 
@@ -218,5 +218,5 @@ class DatasetBatches:
     def micro_batch(self, step: int, index: int) -> Any:
         return default_collate([self._dataset[i] for i in items_of(self, self._seed, step, index).tolist()])
 
-    def names(self, step: int) -> list[str]:
-        return [f"sample {i}" for i in items_of(self, self._seed, step).tolist()]
+    def names(self, step: int, index: int | None = None) -> list[str]:
+        return [f"sample {i}" for i in items_of(self, self._seed, step, index).tolist()]

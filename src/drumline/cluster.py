@@ -152,12 +152,26 @@ class World:
                 error.told = not self.is_main
                 raise error
 
-    def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Make everyone's tensors rank 0's."""
+    def post(self, key: str, value: Any) -> None:
+        """Leave word (anything JSON can hold) for whoever asks with `posted`."""
+        if self.store is not None:
+            self.store.set(f"drumline/{key}", json.dumps(value))
+
+    def posted(self, keys: Sequence[str]) -> list[Any] | None:
+        """What was posted under these keys; None as long as one is missing. Does not wait."""
+        if not keys:
+            return []
+        names = [f"drumline/{key}" for key in keys]
+        if self.store is None or not self.store.check(names):
+            return None
+        return [json.loads(self.store.get(name)) for name in names]
+
+    def broadcast(self, tensors: Sequence[Tensor], *, source: int = 0) -> None:
+        """Make everyone's tensors those of one rank."""
         if self.store is not None:
             for tensor in tensors:
                 there = tensor if tensor.device == self.device else tensor.to(self.device)
-                dist.broadcast(there, 0)
+                dist.broadcast(there, source)
                 if there is not tensor:
                     tensor.copy_(there)
 

@@ -15,6 +15,7 @@ OnError = Literal["stop", "skip"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+OnNonfinite = Literal["skip", "rollback", "halt"]
 Backend = Literal["auto", "nccl", "gloo"]
 ScaleLr = Literal["none", "linear", "sqrt"]
 
@@ -241,7 +242,7 @@ class RunConfig:
     run_dir: str | None = None
     """The run's folder. Default: runs/PRESET, numbered when that is taken. An existing run goes on."""
     resume_from: str = "auto"
-    """`auto`: the newest valid checkpoint of the run folder; or the path of a checkpoint or run."""
+    """`auto`: the run folder's newest valid checkpoint; or a step, or the path of a checkpoint, a run or a .pt."""
     allow_change: tuple[str, ...] = ()
     """A setting that may differ from the run's own when it goes on; repeat for several."""
     seed: int = 0
@@ -258,13 +259,34 @@ class RunConfig:
     """Held-out sequences per evaluation while training; `drumline evaluate` takes all."""
     save_every: int | None = None
     """Steps between checkpoints. Default: a tenth of the run."""
+    snapshot_every: int | None = None
+    """Steps between copies in memory (/dev/shm), to go on from after a crash; 0: none. Default: save_every / 10."""
     keep_checkpoints: int = 3
     """How many of the newest checkpoints are kept."""
+    keep_every: int | None = None
+    """Also keep the checkpoints of every so many steps, for good."""
+    keep_best: bool = True
+    """Also keep the checkpoint with the lowest held-out loss."""
+    on_nonfinite: OnNonfinite = "skip"
+    """A loss or gradient that is not finite, also when computed again: skip the update, go back, or end the run."""
     max_nonfinite: int = 5
-    """Steps in a row with a loss or gradient that is not finite before the run stops."""
+    """Steps in a row with a loss or gradient that is not finite before the run ends."""
+    spike_factor: float | None = None
+    """A loss this many times the median of the last steps goes back to a checkpoint. Default: never."""
+    max_rollbacks: int = 5
+    """How often a run may go back to a checkpoint and leave out the data that led it astray."""
+    check_replicas_every: int | None = None
+    """Steps between comparisons of all ranks' weights. Default: before each checkpoint."""
 
     def __post_init__(self) -> None:
-        _positive(self, "eval_every", "eval_windows", "save_every", "keep_checkpoints", "max_nonfinite")
+        _positive(self, "eval_every", "eval_windows", "save_every", "keep_checkpoints", "keep_every", "max_nonfinite")
+        _positive(self, "check_replicas_every")
+        _check(
+            self,
+            snapshot_every=self.snapshot_every is None or self.snapshot_every >= 0,
+            spike_factor=self.spike_factor is None or 1.0 < self.spike_factor < math.inf,
+            max_rollbacks=self.max_rollbacks >= 0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,12 +299,30 @@ class RanksConfig:
     """How ranks talk: nccl between GPUs, gloo between CPUs."""
     bitwise: bool = False
     """Sum gradients in one fixed order: the same bits on any number of ranks."""
-    max_restarts: int = 0
-    """How often ranks that --nproc started are started again after one of them dies."""
+    max_restarts: int | None = None
+    """How often ranks are started again after one dies or hangs. Default: as often as needed while the run makes
+    progress; 0: never."""
+    hang_timeout: float | None = None
+    """Seconds without progress after which a rank counts as hung. Default: 20 times what a step takes, at least 60."""
+    nnodes: str = "1"
+    """Hosts that train together, as 2, or as 1:4 for a run that goes on while hosts come and go. Start it on each."""
+    rdzv_endpoint: str | None = None
+    """HOST:PORT of the host where they meet. Default: they find each other through --run_dir on a shared disk."""
 
     def __post_init__(self) -> None:
         _positive(self, "nproc")
-        _check(self, max_restarts=self.max_restarts >= 0)
+        _check(
+            self,
+            max_restarts=self.max_restarts is None or self.max_restarts >= 0,
+            hang_timeout=self.hang_timeout is None or self.hang_timeout > 0,
+            nnodes=1 <= self.hosts[0] <= self.hosts[1],
+        )
+
+    @property
+    def hosts(self) -> tuple[int, int]:
+        """The fewest and the most hosts; (0, 0) for what is not a number of hosts."""
+        fewest, _, most = self.nnodes.partition(":")
+        return (int(fewest), int(most or fewest)) if fewest.isdigit() and (most or fewest).isdigit() else (0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,10 @@ from drumline.errors import EXIT_USAGE, ConfigError
 
 # What may differ when a run goes on: none of these changes what step k computes.
 FREE_TO_CHANGE = frozenset(
-    "preset run_dir resume_from allow_change device compile eval_every eval_windows save_every keep_checkpoints "
-    "max_nonfinite log_every sample_prompt tensorboard use_wandb wandb_project wandb_run_name sink data_dir on_error "
+    "preset run_dir resume_from allow_change device compile eval_every eval_windows save_every snapshot_every "
+    "keep_checkpoints keep_every keep_best on_nonfinite max_nonfinite spike_factor max_rollbacks check_replicas_every "
+    "hang_timeout nnodes rdzv_endpoint "
+    "log_every sample_prompt tensorboard use_wandb wandb_project wandb_run_name sink data_dir on_error "
     "nproc backend max_restarts train_data_path valid_data_path valid_fraction field tokenizer "
     "gradient_accumulation_steps".split()
 )

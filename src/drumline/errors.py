@@ -6,6 +6,8 @@ The command line prints a DrumlineError as two lines and exits 1; any other exce
 from collections.abc import Sequence
 
 EXIT_USER, EXIT_USAGE, EXIT_FAILED, EXIT_STOPPED, EXIT_INTERRUPTED = 1, 2, 3, 75, 130
+EXIT_CRASHED = 70
+"""A rank that ended by an exception that is no DrumlineError: worth another try."""
 EXIT_CODES = (EXIT_USER, EXIT_USAGE, EXIT_FAILED, EXIT_STOPPED, EXIT_INTERRUPTED)
 """1 the user's to mend, 2 the command line is wrong, 3 the run failed, 75 stopped with all saved, 130 without."""
 

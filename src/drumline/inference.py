@@ -10,12 +10,13 @@ from drumline.errors import ConfigError
 from drumline.evaluate import Evaluation, evaluate
 from drumline.hardware import pick_device, pick_dtype
 from drumline.model import GPT
-from drumline.pretrain import open_data, token_objective
+from drumline.pretrain import token_objective
 from drumline.runs import load_run
 from drumline.sample import SampleConfig, generate
 from drumline.step import Precision
 from drumline.tokenizer import StreamDecoder
 from drumline.tokens import open_tokens
+from drumline.training_data import open_data
 
 
 def evaluate_run(

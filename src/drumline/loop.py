@@ -1,11 +1,12 @@
 """The training loop. There is only one: GPT pretraining and any other model on any dataset go through it.
 
 It knows steps, when something is due, and how a run starts, stops and goes on. What a step computes is in step.py,
-which data it sees in batches.py, what is kept in checkpoints.py.
+which data it sees in batches.py, what is kept in checkpoints.py, what is done about wrong numbers in guard.py.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import signal
 import threading
@@ -20,14 +21,26 @@ import torch
 from torch import nn
 
 from drumline import checkpoints
+from drumline.agreement import versions
 from drumline.batches import Batches, mix
+from drumline.checkpoints import RunState
 from drumline.cluster import World
-from drumline.errors import CheckpointError, DrumlineError, TrainingError
+from drumline.disk import LineFile
+from drumline.errors import DrumlineError, TrainingError
+from drumline.guard import Guard, GuardRules, ReplicaDriftError, Verdict
 from drumline.hardware import peak_flops, peak_memory_bytes
+from drumline.heartbeat import Pulse
 from drumline.parallel import Strategy
-from drumline.records import JsonlSink, Record, Records, forget_after
+from drumline.records import JsonlSink, Record, Records, Speed, forget_after
+from drumline.resume import resume
+from drumline.retention import Retention
 from drumline.run_folder import RunFolder
+from drumline.saver import Saver
+from drumline.snapshots import Snapshots
 from drumline.step import Objective, Precision, StepResult, train_step
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""All of them mean: stop after this step, with everything saved. SIGUSR1 is SLURM's warning that time is up."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +77,14 @@ class Loop:
     grad_clip: float = 0.0
     resume_from: str = "auto"
     allow_change: Sequence[str] = ()
-    keep_checkpoints: int = 3
-    max_nonfinite: int = 5
+    retention: Retention = field(default_factory=Retention)
+    guard_rules: GuardRules = field(default_factory=GuardRules)
+    snapshot_every: int = 0
+    """Steps between copies of the run in memory; 0: none."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What must not change while a run goes on, beside what every run has."""
+    config_sha256: str = ""
+    """Of the settings, for the checkpoints' manifests."""
     flops_per_item: float | None = None
     records: Records | None = None
     """Where to report; None: the run folder and the console."""
@@ -81,8 +98,11 @@ class Loop:
             "items_per_epoch": self.batches.items,
             **self.facts,
         }
-        self._nonfinite_in_a_row = self._skipped_steps = 0
-        self._began = False
+        parameters = dict(self.model.named_parameters())
+        self._statistic_names = [name for name in checkpoints.weights(self.model) if name not in parameters]
+        self._began = self._warm = False
+        self._detours: list[list[int]] = []
+        self._pulse = Pulse.start()
 
     def run(
         self,
@@ -94,28 +114,40 @@ class Loop:
         evaluate: Callable[[], Record] | None = None,
     ) -> FitResult:
         """Train until `total_steps`; intervals are in steps, and a fractional one is due at the first step past it."""
-        last = total_steps
-        with self._reporting(last) as records, _stop_signals() as stop:
-            step = saved = self._resume(records)
-            self._status("running", step, last)
-            result, speed = None, _Speed(step)
+        last, self._save_every = total_steps, save_every
+        self._last = last
+        with self._reporting() as records, _stop_signals() as stop, self._saving(records) as saver:
+            step = self._resume(saver, records)
+            result, speed = None, Speed(step)
             while step < last and not (result and result.stop):
-                result = self._step(step, stop.is_set())
+                result = self._step(step, stop=stop.is_set(), save=saver.wants_to_retry())
+                back = self._judged(step, result, saver, records)
+                if back is not None:
+                    step, speed = back, Speed(back)
+                    continue
                 step += 1
-                self._check_finite(step, result, records)
                 if due(step, Fraction(log_every), last):
-                    records.write(self._record(step, result, speed, last))
+                    records.write(self._record(step, result, speed))
                 with speed.paused():
+                    found: Record = {}
                     if evaluate and due(step, Fraction(eval_every), last):
-                        records.write({"step": step, **evaluate()})
-                    if due(step, save_every, last):
-                        saved = self._save(step, last)
-            if step > saved:
-                self._save(step, last)
-            return self._end(step, last, result)
+                        self._pulse.at("evaluate", step)
+                        found = evaluate()
+                        records.write({"step": step, **found})
+                    saves = due(step, save_every, last) or result.save
+                    snapshots = self.snapshot_every > 0 and step % self.snapshot_every == 0
+                    self._compare_replicas(step, keeps=saves or snapshots)
+                    if saves:
+                        self._pulse.at("save", step)
+                        saver.save(self._state(step, found.get("valid_loss")))
+                    elif snapshots:
+                        saver.snapshot(self._state(step))
+                saver.poll()
+            return self._end(step, result, saver, stop)
 
-    def _step(self, step: int, vote_to_stop: bool) -> StepResult:
-        return train_step(
+    def _step(self, step: int, *, stop: bool, save: bool) -> StepResult:
+        before = [statistic.clone() for statistic in self._statistics()]
+        result = train_step(
             self.model,
             self.optimizer,
             self._micro_batches(step),
@@ -125,95 +157,146 @@ class Loop:
             precision=self.precision,
             lr=self.lr(step) if self.lr else None,
             grad_clip=self.grad_clip,
-            vote_to_stop=vote_to_stop,
+            vote_to_stop=stop,
+            vote_to_save=save,
         )
+        if not result.updated:
+            for statistic, value in zip(self._statistics(), before, strict=True):
+                statistic.copy_(value)
+        return result
+
+    def _statistics(self) -> list[torch.Tensor]:
+        """What a forward changes: batch norm's running means, and the like."""
+        return [self.model.get_buffer(name) for name in self._statistic_names]
 
     def _micro_batches(self, step: int) -> Iterator[Any]:
         self.model.train()
+        data_step = self._data_step(step)
         for index in self.batches.plan.share(self.world.rank, self.world.size):
+            self._pulse.at("data", step)
             # Every random draw of a micro-batch, its data's and its dropout's, is keyed by where it stands in the run.
-            torch.manual_seed(mix(self.seed, step, index))
-            yield self.batches.micro_batch(step, index)
+            torch.manual_seed(mix(self.seed, data_step, index))
+            batch = self.batches.micro_batch(data_step, index)
+            # What is compiled or loaded at its first use may take its time.
+            self._pulse.at("compute" if self._warm else "compiling", step)
+            yield batch
+        self._pulse.at("exchange" if self._warm else "compiling", step)
+        self._warm = True
 
-    def _resume(self, records: Records) -> int:
-        """Rank 0 reads the checkpoint and gives it to the others: they need not see its disk."""
-        found = self.world.on_main(lambda: self._read_checkpoint(records))
-        if found is None:
-            return 0
-        checkpoints.share(self.model, self.optimizer, self.world)
-        self.precision.scaler.load_state_dict(found["scaler"])
-        return int(found["step"])
+    def _data_step(self, step: int) -> int:
+        """Whose data a step takes: its own, but for what rollbacks have left out."""
+        return step + sum(left_out for since, left_out in self._detours if since <= step)
 
-    def _read_checkpoint(self, records: Records) -> dict[str, Any] | None:
-        found = checkpoints.find(self.resume_from, self.folder, warn=records.say)
-        forget_after(self.folder.metrics, found.step if found else -1)
-        if found is None:
-            return None
-        self._check_same_run(found)
-        checkpoints.load(found, model=self.model, optimizer=self.optimizer)
-        records.say(f"going on from {found.path} (step {found.step:,})")
-        return {"step": found.step, "scaler": found.scaler}
-
-    def _check_same_run(self, found: checkpoints.Checkpoint) -> None:
-        changed = [
-            f"{name} {found.facts.get(name)} -> {value}"
-            for name, value in self.facts.items()
-            if found.facts.get(name) != value and name not in self.allow_change
-        ]
-        if changed:
-            raise CheckpointError(
-                f"{found.path} is of a run with other settings ({'; '.join(changed)})",
-                fix="give the same settings to go on with it, or start anew in another run_dir",
-            )
-
-    def _save(self, step: int, last: int) -> int:
-        if not self.world.is_main:
+    def _judged(self, step: int, result: StepResult, saver: Saver, records: Records) -> int | None:
+        """Where to go on instead of the next step; None: the step is done."""
+        verdict = self._guard.judge(step, self._data_step(step), result, rollbacks=len(self._detours))
+        if verdict is Verdict.AGAIN:
             return step
-        checkpoints.save(
-            self.folder,
-            step=step,
-            model=self.model,
-            optimizer=self.optimizer,
-            scaler=self.precision.scaler.state_dict(),
-            facts=self.facts,
+        return self._go_back(step, saver, records) if verdict is Verdict.BACK else None
+
+    def _go_back(self, step: int, saver: Saver, records: Records) -> int:
+        """To the newest checkpoint, and from there on without the data of the steps since."""
+        saver.wait()
+        saver.forget_snapshots()
+        found = self._restore(self.world.on_main(lambda: self._where_to_go_back(records)), records)
+        assert found is not None  # a run that may go back saves before its first step
+        saver.saved_step = found.step
+        left_out = self._data_step(step) + 1 - self._data_step(found.step)
+        self._detours.append([found.step, left_out])
+        self._tell(
+            f"went back from step {step + 1:,} to {found.step:,}; the data of {left_out} steps are left out",
+            {"event": "rollback", "step": step + 1, "to": found.step, "left_out_steps": left_out},
         )
-        checkpoints.prune(self.folder, keep=self.keep_checkpoints)
-        self._status("running", step, last)
+        return found.step
+
+    def _where_to_go_back(self, records: Records) -> str:
+        """The newest step that was due to be saved: where a run was stopped by a signal must not decide its course."""
+        valid = checkpoints.valid_ones(self.folder.checkpoints, warn=records.say)
+        return next((str(found.step) for found in valid if due(found.step, self._save_every, 0)), "auto")
+
+    def _resume(self, saver: Saver, records: Records) -> int:
+        """The step to go on with."""
+        self._pulse.at("starting", 0)
+        found = self._restore(self.resume_from, records)
+        step = found.step if found else 0
+        self._detours = found.detours if found else []
+        if self.folder.checkpoint(step).exists():
+            saver.saved_step = step
+        self._status("running", step)
+        if step == 0 and self.guard_rules.may_go_back:
+            saver.save(self._state(0))
         return step
 
-    def _status(self, state: str, step: int, last: int, **more: Any) -> None:
+    def _restore(self, resume_from: str, records: Records) -> RunState | None:
+        found = resume(
+            resume_from,
+            self.folder,
+            self.world,
+            self.model,
+            self.optimizer,
+            facts=self.facts,
+            allow_change=self.allow_change,
+            snapshots=self._snapshots,
+            say=records.say,
+        )
+        if found is not None:
+            self.precision.scaler.load_state_dict(found.scaler)
+            self._guard.losses.clear()
+            self._guard.losses.extend(found.losses)
         if self.world.is_main:
-            self.folder.write_status(state, step=step, total_steps=last, **more)
-            self._began = True
+            records.attempt(
+                str(self.folder.metrics), lambda: forget_after(self.folder.metrics, found.step if found else -1)
+            )
+        return found
 
-    def _end(self, step: int, last: int, result: StepResult | None) -> FitResult:
-        state = "finished" if step >= last else "stopped"
+    def _state(self, step: int, valid_loss: float | None = None) -> RunState:
+        return RunState(
+            step=step,
+            facts=self.facts,
+            scaler=self.precision.scaler.state_dict(),
+            detours=self._detours,
+            losses=list(self._guard.losses),
+            valid_loss=valid_loss,
+        )
+
+    def _compare_replicas(self, step: int, *, keeps: bool) -> None:
+        """keeps: whether the state is about to be saved: a replica that drifted must not get into a checkpoint"""
+        every = self.guard_rules.check_replicas_every
+        if keeps or (every and step % every == 0):
+            # Each rank has statistics of its own data until the next forward, where DDP takes rank 0's; so do we.
+            self.world.broadcast(self._statistics())
+            self._guard.compare_replicas(self.model, step)
+
+    def _end(self, step: int, result: StepResult | None, saver: Saver, stop: threading.Event) -> FitResult:
+        self._pulse.at("ending", step)
+        self._compare_replicas(step, keeps=True)
+        saver.finish(self._state(step), give_up=stop.is_set)
+        saver.forget_snapshots()
+        state = "finished" if step >= self._last else "stopped"
         sha256 = checkpoints.weights_sha256(self.model)
-        self._status(state, step, last, weights_sha256=sha256, skipped_steps=self._skipped_steps)
+        self._status(state, step, weights_sha256=sha256, skipped_steps=self._guard.skipped_steps)
         return FitResult(state, step, result.loss if result else math.nan, sha256)
 
-    def _check_finite(self, step: int, result: StepResult, records: Records) -> None:
-        """Count the steps that were skipped; give up when too many come in a row."""
-        scaler = self.precision.scaler
-        if result.updated or (math.isfinite(result.loss) and scaler.is_enabled() and scaler.get_scale() >= 1.0):
-            # An overflow while float16's scaler looks for its scale is its way of working, not a fault.
-            self._nonfinite_in_a_row = 0
+    def _tell(self, message: str, event: dict[str, Any]) -> None:
+        """To people, if there is a message, and to events.jsonl; rank 0 tells for all."""
+        if not self.world.is_main:
             return
-        self._nonfinite_in_a_row += 1
-        self._skipped_steps += 1
-        what = f"step {step:,}: loss {result.loss}, gradient norm {result.grad_norm}"
-        records.say(f"warning: {what}: not finite, the step was skipped")
-        if self._nonfinite_in_a_row >= self.max_nonfinite:
-            names = self.batches.names(step - 1)
-            shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-            error = TrainingError(
-                f"{what}, {self._nonfinite_in_a_row} such steps in a row; the last one's documents: {shown}",
-                fix="lower --lr, use --dtype bfloat16 or float32, or take those documents out",
-            )
-            error.told = not self.world.is_main  # every rank sees the same numbers
-            raise error
+        if message:
+            self._out.say(message)
+        line = json.dumps({**event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        self._out.attempt(str(self.folder.events), lambda: self._events.append(line))
+        if event["event"] == "saved":
+            self._status("running", event["step"])
 
-    def _record(self, step: int, result: StepResult, speed: _Speed, last: int) -> Record:
+    def _status(self, state: str, step: int, **more: Any) -> None:
+        if self.world.is_main:
+            self._out.attempt(
+                str(self.folder.status),
+                lambda: self.folder.write_status(state, step=step, total_steps=self._last, **more),
+            )
+            self._began = True
+
+    def _record(self, step: int, result: StepResult, speed: Speed) -> Record:
         plan, weight = self.batches.plan, self.batches.weight
         steps_per_s = speed.lap(step)
         rate = "tokens_per_s" if weight > 1 else "samples_per_s"
@@ -224,31 +307,55 @@ class Loop:
             "grad_norm": result.grad_norm,
             rate: steps_per_s * plan.sequences * weight,
             "epoch": step * plan.sequences / self.batches.items,
-            "eta_s": (last - step) / steps_per_s,
+            "eta_s": (self._last - step) / steps_per_s,
             "peak_memory_bytes": peak_memory_bytes(self.precision.device),
         }
         peak = peak_flops(self.precision.device, self.precision.dtype)
         if self.flops_per_item and peak:
             record["mfu"] = steps_per_s * plan.sequences * self.flops_per_item / (peak * self.world.size)
-        if self._skipped_steps:
-            record["skipped_steps"] = self._skipped_steps
+        if self._guard.skipped_steps:
+            record["skipped_steps"] = self._guard.skipped_steps
         return record
 
     @contextmanager
-    def _reporting(self, last: int) -> Iterator[Records]:
+    def _saving(self, records: Records) -> Iterator[Saver]:
+        self._out, self._events = records, LineFile(self.folder.events)
+        self._guard = Guard(self.guard_rules, self.world, self.batches, self.precision, tell=self._tell)
+        run_id = self.world.on_main(self.folder.run_id)
+        self._snapshots = Snapshots.of(run_id) if self.snapshot_every else None
+        saver = Saver(
+            self.folder,
+            self.world,
+            self.model,
+            self.optimizer,
+            retention=self.retention,
+            snapshots=self._snapshots,
+            about={"config_sha256": self.config_sha256, "versions": versions()},
+            tell=self._tell,
+        )
+        try:
+            yield saver
+        except (TrainingError, ReplicaDriftError):
+            saver.wait()  # every rank raises these at the same step: what is being written is good, and soon whole
+            raise
+        finally:
+            saver.close()
+
+    @contextmanager
+    def _reporting(self) -> Iterator[Records]:
         """Rank 0's records while the loop runs, and a status that names the cause if it fails."""
         if not self.world.is_main:
             yield Records([], log=None, silent=True)
             return
         self.folder.checkpoints.mkdir(parents=True, exist_ok=True)
         records = self.records or Records([JsonlSink(self.folder.metrics)], log=self.folder.log)
-        records.start_progress(last)
+        records.start_progress(self._last)
         try:
             yield records
         except BaseException as error:
             if self._began:  # a start that was refused changes nothing about the run
                 cause = error.problem if isinstance(error, DrumlineError) else f"{type(error).__name__}: {error}"
-                self._status("failed", self.folder.read_status().get("step", 0), last, cause=cause)
+                self._status("failed", self.folder.read_status().get("step", 0), cause=cause)
             raise
         finally:
             records.stop_progress()
@@ -261,28 +368,9 @@ def due(step: int, every: Fraction, last: int) -> bool:
     return step == last or step // every > (step - 1) // every
 
 
-class _Speed:
-    """Steps per second between two records, without the time spent evaluating and saving."""
-
-    def __init__(self, step: int) -> None:
-        self._step, self._since = step, time.perf_counter()
-
-    def lap(self, step: int) -> float:
-        now = time.perf_counter()
-        rate = (step - self._step) / max(1e-9, now - self._since)
-        self._step, self._since = step, now
-        return rate
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._since += time.perf_counter() - start
-
-
 @contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
-    """SIGINT and SIGTERM ask the loop to stop after the current step; a second one stops at once, as usual."""
+    """Any of STOP_SIGNALS asks the loop to stop after the current step; a second one stops at once, as usual."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -292,7 +380,7 @@ def _stop_signals() -> Iterator[threading.Event]:
         stop.set()
         signal.signal(signum, before[signum])
 
-    before: dict[int, Any] = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    before: dict[int, Any] = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     for signum in before:
         signal.signal(signum, ask)
     try:

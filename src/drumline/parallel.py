@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,16 +30,19 @@ _SYNC_BUFFERS = next(
 Backward = Callable[[nn.Module, Any], Tensor]
 """(model, micro-batch) -> its share of the step's loss, after running backward on it."""
 
+Votes = Sequence[bool]
+"""This rank's answers to the questions that all ranks decide together after a step."""
+
 
 class Strategy(Protocol):
     scale: int
     """What every loss is multiplied with before backward, because the strategy divides by it."""
 
-    def accumulate(self, micro_batches: Iterable[Any], backward: Backward, *, vote: bool) -> Tensor:
+    def accumulate(self, micro_batches: Iterable[Any], backward: Backward, *, votes: Votes) -> Tensor:
         """Leave the whole step's gradient in every parameter's .grad.
 
-        Gives float32 (2,), the same on every rank: the whole step's loss, and how many ranks vote to stop. The vote
-        travels with the loss, so that agreeing costs no message of its own.
+        Gives float32 (1 + votes,), the same on every rank: the whole step's loss, and how many ranks voted for each
+        question. Votes travel with the loss, so that agreeing costs no message of its own.
         """
 
 
@@ -57,8 +60,8 @@ class Plain:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
-    def accumulate(self, micro_batches: Iterable[Any], backward: Backward, *, vote: bool) -> Tensor:
-        return _with_vote(torch.stack([backward(self._model, batch) for batch in micro_batches]).sum(), vote)
+    def accumulate(self, micro_batches: Iterable[Any], backward: Backward, *, votes: Votes) -> Tensor:
+        return _with_votes(torch.stack([backward(self._model, batch) for batch in micro_batches]).sum(), votes)
 
 
 class Ddp:
@@ -79,12 +82,12 @@ class Ddp:
             static_graph=most == 1,  # with accumulation the first backward of a step is not synchronised
         )
 
-    def accumulate(self, micro_batches: Iterable[Any], backward: Backward, *, vote: bool) -> Tensor:
+    def accumulate(self, micro_batches: Iterable[Any], backward: Backward, *, votes: Votes) -> Tensor:
         losses = []
         for number, batch in enumerate(micro_batches):
             with contextlib.nullcontext() if number == self._last else self._ddp.no_sync():
                 losses.append(backward(self._ddp, batch))
-        return self._world.sum(_with_vote(torch.stack(losses).sum(), vote))
+        return self._world.sum(_with_votes(torch.stack(losses).sum(), votes))
 
 
 class Bitwise:
@@ -105,21 +108,22 @@ class Bitwise:
         self._share = shares[world.rank]
         world.broadcast([tensor.detach() for tensor in model.state_dict(keep_vars=True).values()])  # as DDP does
 
-    def accumulate(self, micro_batches: Iterable[Any], backward: Backward, *, vote: bool) -> Tensor:
+    def accumulate(self, micro_batches: Iterable[Any], backward: Backward, *, votes: Votes) -> Tensor:
         tree = _Tree()
         for index, batch in zip(self._share, micro_batches, strict=True):
             for parameter in self._parameters:
                 parameter.grad = None
             loss = backward(self._model, batch)
-            tree.add((index, 1), self._flat(_with_vote(loss, vote and index == self._share.start)))
+            first = index == self._share.start  # a rank has one vote, however many micro-batches
+            tree.add((index, 1), self._flat(_with_votes(loss, [first and vote for vote in votes])))
         total = self._exchange(tree.blocks)
         self._unflatten(total)
-        return total[-2:]
+        return total[-1 - len(votes) :]
 
-    def _flat(self, loss_and_vote: Tensor) -> Tensor:
-        """Every gradient, the loss and the vote in one vector."""
+    def _flat(self, loss_and_votes: Tensor) -> Tensor:
+        """Every gradient, the loss and the votes in one vector."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        return torch.cat([g.reshape(-1).float() for g in grads] + [loss_and_vote])
+        return torch.cat([g.reshape(-1).float() for g in grads] + [loss_and_votes])
 
     def _unflatten(self, total: Tensor) -> None:
         start = 0
@@ -150,8 +154,8 @@ class Bitwise:
         return total[:length]
 
 
-def _with_vote(loss: Tensor, vote: bool) -> Tensor:
-    return torch.stack((loss, torch.full_like(loss, float(vote))))
+def _with_votes(loss: Tensor, votes: Votes) -> Tensor:
+    return torch.cat((loss.reshape(1), torch.tensor(votes, dtype=loss.dtype, device=loss.device)))
 
 
 class _Tree:

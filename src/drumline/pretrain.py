@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
+import signal
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -15,46 +19,37 @@ import torch
 from torch import Tensor, nn
 
 from drumline import checkpoints
-from drumline.agreement import compare, settings, versions
+from drumline.agreement import compare, digest, settings, versions
 from drumline.batches import TokenBatches, mix, plan_batches
 from drumline.cluster import World, join, leave
-from drumline.config import DataConfig, OptimConfig, TrainConfig
+from drumline.config import OptimConfig, TrainConfig
 from drumline.config_file import differences, from_settings, read_settings, sections, to_toml
 from drumline.disk import replace_text
 from drumline.errors import ConfigError
 from drumline.evaluate import evaluate
+from drumline.guard import GuardRules
 from drumline.hardware import allow_tf32, pick_dtype
-from drumline.loop import FitResult, Loop
+from drumline.heartbeat import ATTEMPT, tell_run_dir, under_torchrun
+from drumline.loop import STOP_SIGNALS, FitResult, Loop
 from drumline.model import GPT
 from drumline.optim import learning_rate, make_optimizer, scaled
 from drumline.parallel import make_strategy
 from drumline.plots import plot_loss
-from drumline.prepare import Prepared, ProgressCallback, cached
+from drumline.prepare import ProgressCallback
 from drumline.presets import gpt_config, preset, with_preset
 from drumline.records import JsonlSink, Record, Records, Sink, count
+from drumline.resume import check_resume
+from drumline.retention import Retention
 from drumline.run_folder import RunFolder
 from drumline.runs import build_model, choose_folder
 from drumline.sample import SampleConfig, generate
 from drumline.step import Precision
-from drumline.text import Skipped
 from drumline.tokenizer import StreamDecoder, Tokenizer
-from drumline.tokens import TokenFile, has_tokens, is_tokens, open_tokens
 from drumline.trackers import open_trackers
+from drumline.training_data import Data, open_in_turn
 
 T = TypeVar("T")
 SAMPLE_TOKENS = 120
-
-
-@dataclass(frozen=True)
-class Data:
-    """What a run trains on and is judged by."""
-
-    train: TokenFile
-    valid: TokenFile | None
-    tokenizer: Tokenizer | None
-    vocab_size: int
-    skipped: Skipped
-    """What could not be read, where the user chose to go on."""
 
 
 def token_objective(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
@@ -63,47 +58,6 @@ def token_objective(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor | None
     extra = {} if documents is None else {"document_ids": documents}
     loss: Tensor = model(inputs, targets=targets, **extra)[1]
     return loss
-
-
-def open_data(config: TrainConfig, *, progress: ProgressCallback | None = None) -> Data:
-    """Token files as they are; text prepared first, or reused if it was prepared before."""
-    data, skipped = config.data, Skipped()
-    path: str | Path = data.train_data_path
-    valid_path: str | Path | None = data.valid_data_path
-    if not is_tokens(path):
-        if valid_path is not None and is_tokens(valid_path):
-            raise ConfigError(
-                f"train_data_path {path} is text, and valid_data_path {valid_path} is tokens of another tokenizer",
-                fix="give both as text, or both as tokens made by one `drumline prepare`",
-            )
-        prepared = _prepared(data, progress)
-        path, valid_path, skipped = prepared.path, None, prepared.skipped
-    tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else None
-    train = open_tokens(path, split="train")
-    if train.vocab_size is None:  # a peer's file does not say; it is checked against the tokenizer or the setting
-        train = open_tokens(path, split="train", vocab_size=tokenizer.vocab_size if tokenizer else data.vocab_size)
-    if tokenizer is None and train.tokenizer_path is not None:
-        tokenizer = Tokenizer.load(train.tokenizer_path)
-    vocab_size = train.vocab_size or (tokenizer.vocab_size if tokenizer else data.vocab_size)
-    assert vocab_size is not None
-    if valid_path is None and has_tokens(path, "valid"):
-        valid_path = path
-    valid = open_tokens(valid_path, split="valid", vocab_size=vocab_size) if valid_path is not None else None
-    return Data(train, valid, tokenizer, vocab_size, skipped)
-
-
-def _prepared(data: DataConfig, progress: ProgressCallback | None) -> Prepared:
-    return cached(
-        data.train_data_path,
-        data.data_dir,
-        tokenizer=data.tokenizer,
-        vocab_size=_known(data.vocab_size),
-        field=data.field,
-        on_error=data.on_error,
-        valid_source=data.valid_data_path,
-        valid_fraction=data.valid_fraction,
-        progress=progress,
-    )
 
 
 def pretrain(config: TrainConfig, *, progress: ProgressCallback | None = None) -> FitResult:
@@ -117,10 +71,10 @@ def pretrain(config: TrainConfig, *, progress: ProgressCallback | None = None) -
 
 def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | None) -> FitResult:
     config = world.together(lambda: _filled_in(config))
-    world.on_main(lambda: checkpoints.check_resume(config.run.resume_from))
     folder = RunFolder(Path(world.on_main(lambda: str(choose_folder(config).path))))
+    world.on_main(lambda: check_resume(config.run.resume_from, folder))
     stored = _stored(folder, world)
-    data = _open_data_in_turn(config, world, progress)
+    data = open_in_turn(config, world, progress)
     config = world.together(lambda: _settled(config, folder, stored, world))
     plan = plan_batches(config.batch, default_batch_size=1, world_size=world.size)
     world.together(lambda: plan.share(world.rank, world.size))
@@ -134,22 +88,21 @@ def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | No
         )
     )
     total_steps = config.batch.total_steps or math.ceil(_known(config.batch.epochs) * batches.items / plan.sequences)
-    records = world.together(lambda: _open_records(config, folder, data, world))
-    try:
+    with ExitStack() as held:
+        world.on_main(lambda: held.enter_context(folder.hold()))
+        tell_run_dir(folder.path)
+        records = world.together(lambda: _open_records(config, folder, data, world))
+        held.callback(records.close)
         loop = _loop(config, folder, data, batches, world, records, total_steps=total_steps)
-        records.say("\n".join(_introduction(config, data, loop, total_steps=total_steps)))
+        records.say("\n".join([*_introduction(config, data, loop, total_steps=total_steps), *under_torchrun()]))
         result = loop.run(
             total_steps=total_steps,
             log_every=config.records.log_every,
             eval_every=config.run.eval_every or max(1, total_steps // 10),
-            save_every=Fraction(config.run.save_every or max(1, total_steps // 10)),
+            save_every=Fraction(_save_every(config, total_steps=total_steps)),
             evaluate=_evaluator(config, data, loop) if data.valid is not None else None,
         )
-        if world.is_main:
-            _conclude(config, data, loop, records, result)
-    finally:
-        records.close()
-    return result
+        return _concluded(config, data, loop, records, result) if world.is_main else result
 
 
 def _filled_in(config: TrainConfig) -> TrainConfig:
@@ -166,25 +119,22 @@ def _stored(folder: RunFolder, world: World) -> TrainConfig | None:
     return from_settings(settings) if settings is not None else None
 
 
-def _open_data_in_turn(config: TrainConfig, world: World, progress: ProgressCallback | None) -> Data:
-    """Rank 0 prepares the text, then one rank of each other host, which may have its own disk; then all read it."""
-    own = world.place.local_rank == 0
-    first = world.together(lambda: open_data(config, progress=progress) if world.is_main else None)
-    world.together(lambda: open_data(config) if own and not world.is_main else None)
-    data = world.together(lambda: open_data(config))
-    return replace(data, skipped=first.skipped) if first is not None else data  # who prepared knows what it skipped
-
-
 def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: World) -> Records:
     """Rank 0 writes the run's files and tells people; the others are silent."""
     if not world.is_main:
         return Records([], log=None, silent=True)
     folder.path.mkdir(parents=True, exist_ok=True)
-    if data.tokenizer is not None:
-        data.tokenizer.save(folder.tokenizer)
     sinks: list[Sink] = [JsonlSink(folder.metrics), *open_trackers(config.records, folder, settings=asdict(config))]
-    replace_text(folder.config, to_toml(replace(config, run=replace(config.run, resume_from="auto", allow_change=()))))
-    return Records(sinks, log=folder.log)
+    records = Records(sinks, log=folder.log)
+    stored = to_toml(replace(config, run=replace(config.run, resume_from="auto", allow_change=())))
+    tokenizer = data.tokenizer
+    if not folder.config.exists():  # a run that cannot even begin is not worth going on with
+        if tokenizer is not None:
+            tokenizer.save(folder.tokenizer)
+        replace_text(folder.config, stored)
+    elif folder.config.read_text(encoding="utf-8") != stored:
+        records.attempt(str(folder.config), lambda: replace_text(folder.config, stored))
+    return records
 
 
 def _settled(config: TrainConfig, folder: RunFolder, stored: TrainConfig | None, world: World) -> TrainConfig:
@@ -280,12 +230,32 @@ def _loop(
         grad_clip=config.optim.grad_clip,
         resume_from=config.run.resume_from,
         allow_change=config.run.allow_change,
-        keep_checkpoints=config.run.keep_checkpoints,
-        max_nonfinite=config.run.max_nonfinite,
+        retention=Retention(last=config.run.keep_checkpoints, every=config.run.keep_every, best=config.run.keep_best),
+        guard_rules=GuardRules(
+            on_nonfinite=config.run.on_nonfinite,
+            max_nonfinite=config.run.max_nonfinite,
+            spike_factor=config.run.spike_factor,
+            max_rollbacks=config.run.max_rollbacks,
+            check_replicas_every=config.run.check_replicas_every,
+        ),
+        snapshot_every=_snapshot_every(config, total_steps=total_steps),
         facts=facts,
+        config_sha256=digest(to_toml(config)),
         flops_per_item=model.flops_per_token(batches.weight) * batches.weight if isinstance(model, GPT) else None,
         records=records,
     )
+
+
+def _save_every(config: TrainConfig, *, total_steps: int) -> int:
+    return config.run.save_every or max(1, total_steps // 10)
+
+
+def _snapshot_every(config: TrainConfig, *, total_steps: int) -> int:
+    """Copies in memory are for ranks that are started again; a process that nobody starts again leaves none behind."""
+    if config.run.snapshot_every is not None:
+        return config.run.snapshot_every
+    restarted = ATTEMPT in os.environ or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return max(1, _save_every(config, total_steps=total_steps) // 10) if restarted else 0
 
 
 def _evaluator(config: TrainConfig, data: Data, loop: Loop) -> Callable[[], Record]:
@@ -335,6 +305,24 @@ def _lr_formula(optim: OptimConfig, sequences: int) -> str:
     return f"{optim.lr:g} x {root}({sequences} / {optim.base_batch_size} sequences) = {peak:g} at its peak"
 
 
+def _concluded(config: TrainConfig, data: Data, loop: Loop, records: Records, result: FitResult) -> FitResult:
+    """How the run ended, with all that is shown at its end, unless a signal cuts that short."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS if in_main_thread}
+    for signum in before:
+        signal.signal(signum, signal.default_int_handler)
+    try:
+        _conclude(config, data, loop, records, result)
+    except KeyboardInterrupt:
+        again = f"drumline train --run_dir {loop.folder.path}"
+        records.say(f"stopped after the last step, everything is saved; to see how it ended:\n  {again}")
+        return replace(result, state="stopped")
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    return result
+
+
 def _conclude(config: TrainConfig, data: Data, loop: Loop, records: Records, result: FitResult) -> None:
     folder = loop.folder
     if result.state != "finished":
@@ -343,7 +331,7 @@ def _conclude(config: TrainConfig, data: Data, loop: Loop, records: Records, res
         )
         return
     title = f"{config.model.preset} on {config.data.train_data_path}"
-    plot_loss(folder.metrics, folder.loss_plot, title=title)
+    records.attempt(str(folder.loss_plot), lambda: plot_loss(folder.metrics, folder.loss_plot, title=title))
     if data.tokenizer is not None and isinstance(loop.model, GPT):
         records.say("\nwhat the model writes now:\n" + _indented(_sample(config, data.tokenizer, loop.model)))
     records.say(

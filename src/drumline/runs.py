@@ -81,7 +81,7 @@ def load_run(path: Path) -> LoadedRun:
     found = (
         checkpoints.open_checkpoint(path)
         if path != folder.path
-        else checkpoints.newest_valid(folder, warn=warnings.append)
+        else checkpoints.newest_valid(folder.checkpoints, warn=warnings.append)
     )
     if found is None:
         raise CheckpointError(

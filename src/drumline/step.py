@@ -43,8 +43,12 @@ class StepResult:
     """Of the whole gradient, before clipping."""
     updated: bool
     """False: the loss or the gradient was not finite, and the weights are as before."""
+    own_loss: float
+    """This rank's share of the loss: where the loss is not finite, it tells whose it was."""
     stop: bool
     """Whether any rank was asked to stop; every rank sees the same."""
+    save: bool
+    """Whether any rank wants a checkpoint of this step; every rank sees the same."""
 
 
 def train_step(
@@ -59,22 +63,26 @@ def train_step(
     lr: float | None,
     grad_clip: float,
     vote_to_stop: bool = False,
+    vote_to_save: bool = False,
 ) -> StepResult:
     """Add up the gradient over the micro-batches, each divided by `weight`, what the whole step counts; update once."""
     scaler = precision.scaler
+    own: list[Tensor] = []
 
     def backward(wrapped: nn.Module, batch: Any) -> Tensor:
         with precision.autocast():
             loss = objective(wrapped, to_device(batch, precision.device)) / weight
         scaler.scale(loss * strategy.scale).backward()  # type: ignore[no-untyped-call]
-        return loss.detach().float()
+        own.append(loss.detach().float())
+        return own[-1]
 
     optimizer.zero_grad(set_to_none=True)
-    totals = strategy.accumulate(micro_batches, backward, vote=vote_to_stop)
+    totals = strategy.accumulate(micro_batches, backward, votes=(vote_to_stop, vote_to_save))
     scaler.unscale_(optimizer)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
-    mean_loss, votes, grad_norm = torch.cat((totals, norm.reshape(1).float())).tolist()
+    numbers = torch.cat((totals, torch.stack(own).sum().reshape(1), norm.reshape(1).float()))
+    mean_loss, stop, save, own_loss, grad_norm = numbers.tolist()
     finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
     if finite and 0.0 < grad_clip < grad_norm:
         torch._foreach_mul_(gradients, grad_clip / grad_norm)
@@ -84,7 +92,7 @@ def train_step(
     if finite:
         scaler.step(optimizer)
     scaler.update()
-    return StepResult(mean_loss, grad_norm, updated=finite, stop=votes > 0)
+    return StepResult(mean_loss, grad_norm, updated=finite, own_loss=own_loss, stop=stop > 0, save=save > 0)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

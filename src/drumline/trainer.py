@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from torch.utils.data import Dataset
 from drumline.agreement import compare, versions
 from drumline.batches import DatasetBatches, plan_batches
 from drumline.cluster import join
-from drumline.config import Backend, BatchConfig, Device, Dtype
+from drumline.config import Backend, BatchConfig, Device, Dtype, OnNonfinite
 from drumline.errors import ConfigError
+from drumline.guard import GuardRules
 from drumline.hardware import pick_dtype
 from drumline.loop import FitResult, Loop
 from drumline.parallel import make_strategy
+from drumline.retention import Retention
 from drumline.run_folder import RunFolder
 from drumline.step import Objective, Precision
 
@@ -53,6 +56,9 @@ class Trainer:
         bitwise: bool = False,
         lr: Callable[[int], float] | None = None,
         grad_clip: float = 0.0,
+        keep_checkpoints: int = 3,
+        on_nonfinite: OnNonfinite = "skip",
+        max_nonfinite: int = 5,
         **loop: Any,
     ) -> None:
         world = join(device=device, backend=backend, bitwise=bitwise)
@@ -76,6 +82,8 @@ class Trainer:
             seed=seed,
             lr=lr,
             grad_clip=grad_clip,
+            retention=Retention(last=keep_checkpoints),
+            guard_rules=GuardRules(on_nonfinite=on_nonfinite, max_nonfinite=max_nonfinite),
             **loop,
         )
         compare(world, {**versions(), **self.loop.facts})
@@ -98,13 +106,16 @@ class Trainer:
         last = math.ceil(Fraction(total_steps if epochs is None else epochs) * unit)  # type: ignore[arg-type]
         if last < 1:
             raise ConfigError(f"a run of {last} steps does nothing", fix="give epochs or total_steps a value above 0")
-        return self.loop.run(
-            total_steps=last,
-            log_every=log_every,
-            save_every=(save_every or last) * unit,
-            eval_every=eval_every or last,
-            evaluate=evaluate,
-        )
+        world, folder = self.loop.world, self.loop.folder
+        with ExitStack() as held:
+            world.on_main(lambda: held.enter_context(folder.hold()))
+            return self.loop.run(
+                total_steps=last,
+                log_every=log_every,
+                save_every=(save_every or last) * unit,
+                eval_every=eval_every or last,
+                evaluate=evaluate,
+            )
 
 
 def sample_objective(loss: Loss | None) -> Objective:
