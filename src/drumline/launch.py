@@ -1,32 +1,26 @@
-"""Start the ranks of a run on this machine, through torch's elastic agent."""
+"""Start the ranks of a run on this host, or train right here where one process is all there is."""
 
 from __future__ import annotations
 
 import logging
 import os
-import signal
 import socket
 import sys
-import tempfile
-import traceback
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from drumline.cluster import find_place
 from drumline.config import TrainConfig
-from drumline.config_file import to_toml
-from drumline.errors import EXIT_CODES, EXIT_FAILED, EXIT_STOPPED, DrumlineError, RunLostError
+from drumline.errors import EXIT_STOPPED, RunLostError
+from drumline.leader import Lease, MeetingPoint
+from drumline.meeting import HostsMeeting, Meeting
 from drumline.records import tell
-
-_MONITOR_S = 0.1
+from drumline.supervisor import Supervisor
 
 
 def ranks_to_start(config: TrainConfig) -> int:
@@ -35,64 +29,88 @@ def ranks_to_start(config: TrainConfig) -> int:
         return 0
     on_gpus = config.run.device in ("auto", "cuda") and torch.cuda.is_available()
     wanted = config.ranks.nproc or (torch.cuda.device_count() if on_gpus else 1)
-    return wanted if wanted > 1 else 0
+    alone = wanted == 1 and config.ranks.nproc is None and config.ranks.hosts == (1, 1)
+    return 0 if alone else wanted
+
+
+def train_here(config: TrainConfig) -> int:
+    """Train in this process, alone or as one of the ranks; gives the exit code."""
+    from drumline.pretrain import pretrain
+    from drumline.terminal import preparing
+
+    with preparing() as progress:
+        result = pretrain(config, progress=progress)
+    return 0 if result.state == "finished" else EXIT_STOPPED
 
 
 def launch_training(config: TrainConfig, *, nproc: int) -> int:
     """Train with `nproc` ranks here; gives the exit code that a single process would."""
-    with tempfile.TemporaryDirectory(prefix="drumline-") as folder:
-        file = Path(folder) / "config.toml"
-        file.write_text(to_toml(config), encoding="utf-8")
-        command = ("-m", "drumline", "train", "--config", str(file))
-        return start_ranks(sys.executable, command, nproc=nproc, max_restarts=config.ranks.max_restarts)
+    ranks = config.ranks
+    return _supervise(
+        _train_rank,
+        (config,),
+        _meeting(config),
+        nproc=nproc,
+        max_restarts=ranks.max_restarts,
+        hang_timeout=ranks.hang_timeout,
+    )
 
 
-def start_ranks(entry: str | Callable[..., Any], args: tuple[Any, ...], *, nproc: int, max_restarts: int = 0) -> int:
-    """Run a command or a function as ranks 0 to nproc - 1 of one run; gives the exit code of the first that failed."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 1) // nproc)))
-    # Without this a restarted rank may meet the store of the attempt before, and wait for ever.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    if callable(entry):
-        entry, args = _outspoken, (entry, *args)
+def _meeting(config: TrainConfig) -> Meeting:
+    fewest, most = config.ranks.hosts
+    if most == 1:
+        return _alone()
+    lease = Lease(Path(config.run.run_dir) / ".leader") if config.run.run_dir else None
+    point = MeetingPoint(config.ranks.rdzv_endpoint, lease, say=logging.getLogger(__name__).warning)
+    return HostsMeeting(point, fewest=fewest, most=most)
+
+
+def _alone() -> Meeting:
+    return Meeting(meeting_port(os.environ.get("MASTER_PORT")))
+
+
+def start_ranks(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    nproc: int,
+    max_restarts: int | None = 0,
+    hang_timeout: float | None = None,
+) -> int:
+    """Call a function as ranks 0 to nproc - 1 of one run; gives the exit code, having said what went wrong.
+
+    max_restarts: how often they are started again when one dies; None: as often as needed while their steps go on
+    hang_timeout: seconds without progress after which a rank that trains counts as dead
+    """
     try:
-        with tempfile.TemporaryDirectory(prefix="drumline-") as logs:
-            config = LaunchConfig(
-                min_nodes=1,
-                max_nodes=1,
-                nproc_per_node=nproc,
-                run_id=uuid.uuid4().hex,
-                rdzv_backend="c10d",
-                rdzv_endpoint=f"localhost:{meeting_port(os.environ.get('MASTER_PORT'))}",
-                max_restarts=max_restarts,
-                monitor_interval=_MONITOR_S,
-                start_method="spawn",
-                local_addr="localhost",
-                logs_specs=DefaultLogsSpecs(log_dir=logs),
-            )
-            elastic_launch(config, entry)(*args)
-    except SignalException:
-        return EXIT_STOPPED
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode in EXIT_CODES:
-            return failure.exitcode  # the rank has said what was wrong
-        raise RunLostError(
-            f"rank {rank} (process {failure.pid}) {_how(failure.exitcode)}", fix="start the same command again to go on"
-        ) from None
-    return 0
-
-
-def _outspoken(work: Callable[..., Any], *args: Any) -> None:
-    """Call a user's function as a rank, and say what went wrong: torch keeps it for the parent, which is silent."""
-    try:
-        work(*args)
-    except DrumlineError as error:
+        return _supervise(function, args, _alone(), nproc=nproc, max_restarts=max_restarts, hang_timeout=hang_timeout)
+    except RunLostError as error:
         tell(error)
-        sys.exit(error.exit_code)
-    except Exception:
-        traceback.print_exc()
-        sys.exit(EXIT_FAILED)
+        return error.exit_code
+
+
+def _supervise(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    meeting: Meeting,
+    *,
+    nproc: int,
+    max_restarts: int | None,
+    hang_timeout: float | None,
+) -> int:
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
+    # Both are read when the server loads torch. Warnings of the ranks' store say only that a peer is gone.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 1) // nproc)))
+    # Ranks meet at a store that is new in each attempt: at that of the attempt before they may wait for ever.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    spec = WorkerSpec("rank", nproc, meeting, entrypoint=function, args=args, max_restarts=max_restarts or 0)
+    supervisor = Supervisor(spec, meeting, max_restarts=max_restarts, limit_s=hang_timeout)
+    return int(supervisor.run().return_values[0])
+
+
+def _train_rank(config: TrainConfig) -> None:
+    sys.exit(train_here(config))
 
 
 def meeting_port(wanted: str | None) -> int:
@@ -107,7 +125,3 @@ def meeting_port(wanted: str | None) -> int:
             logging.getLogger(__name__).warning("MASTER_PORT %s: %s; using another port", wanted, error.strerror)
             return 0
     return int(wanted)
-
-
-def _how(exitcode: int) -> str:
-    return f"was ended by {signal.Signals(-exitcode).name}" if exitcode < 0 else f"ended with exit code {exitcode}"

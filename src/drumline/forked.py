@@ -1,0 +1,134 @@
+"""Ranks as processes: forked from a server that has imported torch already, and dead as soon as their launcher is."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
+from typing import Any
+
+import psutil
+import torch
+
+from drumline.causes import is_to_tell, record_cause
+from drumline.errors import EXIT_CRASHED, EXIT_INTERRUPTED, DrumlineError
+from drumline.heartbeat import Pulse, die_with_parent
+from drumline.records import tell
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_PRELOAD = [
+    "drumline.preload",  # first of all: the rest takes seconds
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "drumline.forked",
+    "drumline.pretrain",
+    "drumline.terminal",
+]
+"""What a rank needs, so that it starts without importing anything. None of it may touch a GPU: a process that is forked
+from one that did cannot use it."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""What asks a launcher to stop."""
+
+
+class Ranks:
+    """The processes of one attempt, by rank."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
+
+    def start(self, rank: int, environ: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...]) -> int:
+        """Call `work(*args)` as this rank; gives the process's id."""
+        process = _CONTEXT.Process(target=_rank, args=(environ, work, args), name=f"rank {rank}")
+        process.start()
+        self._processes[rank] = process
+        assert process.pid is not None
+        return process.pid
+
+    def codes(self) -> dict[int, int | None]:
+        """The exit code of each rank: None while it runs, negative if it died of a signal."""
+        return {rank: process.exitcode for rank, process in self._processes.items()}
+
+    def pid(self, rank: int) -> int:
+        return self._processes[rank].pid or 0
+
+    def send(self, signum: signal.Signals) -> None:
+        """Send a signal to all that still run."""
+        for process in self._processes.values():
+            if process.exitcode is None and process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signum)
+
+    def kill(self) -> None:
+        """End all that still run, at once."""
+        self.send(signal.SIGKILL)
+        for process in self._processes.values():
+            process.join()
+
+
+def start_server() -> None:
+    """Start the server that ranks are forked from, if there is none yet; does not wait for it to be ready."""
+    _CONTEXT.set_forkserver_preload(_PRELOAD)
+    resource_tracker.ensure_running()  # started with the server it would let the signals through again
+    with _blocked(STOP_SIGNALS):  # what is blocked now stays so in the server: Ctrl-C is the launcher's business
+        forkserver.ensure_running()
+
+
+def end_server() -> None:
+    """Kill the server, and with it every rank."""
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if any("multiprocessing.forkserver" in word for word in child.cmdline()):
+                child.kill()  # multiprocessing waits for it when it starts the next one
+
+
+@contextlib.contextmanager
+def _blocked(signums: tuple[signal.Signals, ...]) -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signums)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _rank(environ: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """All that a rank's process does. Never returns."""
+    die_with_parent()
+    launcher = multiprocessing.parent_process()
+    if os.getppid() == 1 or launcher is None or not psutil.pid_exists(launcher.pid or 0):
+        os._exit(EXIT_INTERRUPTED)  # the server or the launcher ended before it could take us along
+    os.setsid()  # a terminal's Ctrl-C is for the launcher alone, which asks us to stop once
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    os.environ.clear()
+    os.environ.update(environ)
+    torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    Pulse.start()
+    code = _outcome(work, args)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    # Taking the interpreter apart under gloo's threads now and then aborts a process that has done its work.
+    os._exit(code)
+
+
+def _outcome(work: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    """The exit code of a rank that calls this."""
+    try:
+        work(*args)
+    except DrumlineError as error:
+        if is_to_tell():
+            tell(error)
+        return error.exit_code
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BaseException as error:
+        record_cause(error)
+        return EXIT_CRASHED
+    return 0
