@@ -7,6 +7,7 @@ with everything saved (start the same command again to go on), 130 interrupted b
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Dict
 
+from drumline.cli_checkpoint import checkpoint
 from drumline.config import (
     BatchConfig,
     DataConfig,
@@ -28,7 +30,7 @@ from drumline.config import (
     TrainConfig,
 )
 from drumline.config_file import read_settings
-from drumline.errors import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, DrumlineError
+from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, DrumlineError
 from drumline.presets import PRESETS
 
 _DEFAULTS = TrainConfig()
@@ -42,6 +44,7 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
+app.command(checkpoint)
 
 
 @app.command
@@ -129,16 +132,12 @@ def train(
 
         print(describe(settings))
         return 0
-    from drumline.launch import launch_training, ranks_to_start
+    # Torch reads it when it is loaded. Its warnings about stores say only what the supervisor says better.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from drumline.launch import launch_training, ranks_to_start, train_here
 
-    if nproc := ranks_to_start(settings):
-        return launch_training(settings, nproc=nproc)
-    from drumline.pretrain import pretrain
-    from drumline.terminal import preparing
-
-    with preparing() as progress:
-        result = pretrain(settings, progress=progress)
-    return 0 if result.state == "finished" else EXIT_STOPPED
+    nproc = ranks_to_start(settings)
+    return launch_training(settings, nproc=nproc) if nproc else train_here(settings)
 
 
 @app.command
@@ -240,9 +239,50 @@ def runs(where: Path = Path("runs"), /) -> int:
     return 0
 
 
+@app.command
+def drill(
+    *,
+    faults: str = "kill,crash,stop,term,disk,corrupt,nan,host",
+    minutes: float = 2.0,
+    ranks: int = 2,
+    seed: int = 0,
+    folder: Path = Path("runs/drill"),
+) -> int:
+    """Break a small run on purpose, again and again, and prove that nothing was lost.
+
+    Parameters
+    ----------
+    faults
+        Which: ranks killed, crashed or stopped (frozen), the run asked to stop (term), a full disk, a damaged
+        checkpoint (corrupt), a loss that is not finite (nan), a host that dies and comes back.
+    minutes
+        How long, beside the undisturbed run before it.
+    ranks
+        Processes to train with.
+    seed
+        The same seed breaks the same things.
+    folder
+        Where the drill keeps its runs; its drill.json has the figures.
+    """
+    from drumline.drill import COLUMNS, DrillConfig, conclusion, fault_rows, parse_faults, run_drill
+    from drumline.terminal import print_table
+
+    config = DrillConfig(faults=parse_faults(faults), minutes=minutes, ranks=ranks, seed=seed, folder=folder)
+    report = run_drill(config, say=lambda text: print(text, flush=True))
+    print_table(COLUMNS, fault_rows(report))
+    print("\n".join(conclusion(report)))
+    return 0 if report.held else EXIT_FAILED
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The `drumline` command."""
-    code = run_command(list(sys.argv[1:] if argv is None else argv))
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["train"] and not {"RANK", "SLURM_PROCID"} & set(os.environ):
+        # Until the loop or the supervisor takes over there is nothing to save: a run that is told to stop just ends.
+        # A rank dies of these signals instead: while it waits for others it would not come to see them.
+        for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            signal.signal(signum, signal.default_int_handler)
+    code = run_command(words)
     if "torch" in sys.modules and os.environ.get("WORLD_SIZE", "1") != "1":
         # A rank has saved and said all it has to. Taking the interpreter apart under gloo's threads now and then aborts
         # the process, and an elastic launcher would then repeat a run that has ended.
@@ -300,10 +340,9 @@ def _flag(argv: list[str], name: str) -> str | None:
 
 
 def _complain(error: DrumlineError, code: int) -> int:
+    from drumline.causes import is_to_tell
     from drumline.records import tell
 
-    # Before the ranks have met, those of one host make the same mistakes: the first of them tells.
-    together = "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized()
-    if together or os.environ.get("LOCAL_RANK", "0") == "0":
+    if is_to_tell():
         tell(error)
     return code

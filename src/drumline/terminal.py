@@ -1,4 +1,4 @@
-"""What the terminal shows beside records: how far preparing is, what it made, and the table of runs."""
+"""What the terminal shows beside records: how far preparing is, what it made, tables of runs and checkpoints."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -15,6 +15,10 @@ from rich.table import Table
 
 from drumline.prepare import Prepared, ProgressCallback
 from drumline.prepare import Progress as PrepareProgress
+from drumline.records import count
+
+if TYPE_CHECKING:  # it has torch, which the other tables do without
+    from drumline.checkpoint_commands import Listed
 
 _STAGES = {"reading": "reading text", "learning": "learning a vocabulary", "encoding": "encoding"}
 _PLAIN_EVERY_S = 5.0
@@ -97,3 +101,29 @@ def print_runs(rows: Sequence[dict[str, Any]], where: Path) -> None:
     for row in rows:
         if row["cause"]:
             console.print(f"{row['run']}: {row['cause']}", highlight=False, markup=False)
+
+
+def print_checkpoints(rows: Sequence[Listed]) -> None:
+    """One line per checkpoint."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("step", "saved", "size", "held out", "kept because"):
+        table.add_column(column, justify="left" if column in ("saved", "kept because") else "right", no_wrap=True)
+    for row in rows:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.saved))
+        loss = "-" if row.valid_loss is None else f"{row.valid_loss:.4f}"
+        table.add_row(f"{row.step:,}", when, f"{count(row.bytes)}B", loss, row.kept)
+    Console().print(table)
+
+
+def print_line(text: str) -> None:
+    Console().print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Text in the first column, figures in the others."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)

@@ -1,0 +1,79 @@
+"""How soon a broken run trains again: every fault many times on 2 CPU ranks of one launcher, in one run.
+
+    python benchmarks/recovery.py [--repeat 20]
+
+Targets: a rank killed or crashed: noticed within 0.5 s, training again within 2 s; frozen: named within 5 s of the hang
+limit (here 2 s); the launcher killed: no process left after 2 s; SIGTERM, SIGINT, SIGUSR1: no step lost. All of them
+every time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import psutil
+from header import header
+
+from drumline.drill import DrillConfig, drilled_run
+from drumline.drill_faults import Outcome, inject
+from drumline.drill_run import DrilledRun
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=20)
+    repeat = parser.parse_args().repeat
+    header()
+    print(f"{'fault':<10} {'held':>8} {'noticed, s':>12} {'worst':>7} {'again, s':>10} {'worst':>7} {'lost':>5}")
+    with tempfile.TemporaryDirectory() as folder:
+        config = DrillConfig(faults=("kill",), folder=Path(folder) / "drill", minutes=1.0)
+        with drilled_run(config, steps=1_000_000) as run:
+            run.start()
+            run.wait_for_steps(3)
+            for fault in ("kill", "crash", "stop", "term"):
+                outcomes = []
+                for number in range(repeat):
+                    run.sleep(until=time.monotonic() + 1.0)
+                    outcomes.append(inject(fault, run, random.Random(number)))
+                report(outcomes)
+            launchers(run, repeat)
+
+
+def report(outcomes: list[Outcome]) -> None:
+    noticed = [o.noticed_s for o in outcomes if o.noticed_s is not None]
+    again = [o.again_s for o in outcomes if o.again_s is not None]
+    held = f"{sum(o.held for o in outcomes)}/{len(outcomes)}"
+    lost = max((o.lost_steps or 0) for o in outcomes)
+    print(
+        f"{outcomes[0].fault:<10} {held:>8} {median(noticed):>12.2f} {max(noticed):>7.2f} "
+        f"{median(again):>10.2f} {max(again):>7.2f} {lost:>5}",
+        flush=True,
+    )
+
+
+def launchers(run: DrilledRun, repeat: int) -> None:
+    """Kill the launcher and count the time until none of its processes is left."""
+    times = []
+    for _ in range(repeat):
+        launcher = run.launchers[0]
+        assert launcher is not None
+        processes = psutil.Process(launcher.pid).children(recursive=True)
+        began = time.monotonic()
+        os.kill(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+        _, left = psutil.wait_procs(processes, timeout=30)
+        times.append(time.monotonic() - began if not left else float("inf"))
+        run.start()
+        run.wait_for_steps(1)
+    print(f"launcher killed: no process left after {median(times):.2f} s, at worst {max(times):.2f} s, {repeat} times")
+
+
+if __name__ == "__main__":
+    main()
