@@ -20,10 +20,14 @@ TIMEOUT_S = 120
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
+        "pytest",
+        "hypothesis",
         "torch",
+        "torch._dynamo",  # what any optimizer imports
         "torch.distributed",
         "torch.nn.parallel",
         "drumline.pretrain",
+        "drumline.trainer",
         "drumline.cli",
         "matplotlib.pyplot",
     ]
@@ -103,5 +107,8 @@ def _rank(
     except BaseException as error:
         code = 99
         err.write(f"{type(error).__name__}: {error}")
+    from drumline.cluster import leave
+
+    leave()  # as a process does at its exit, which one that multiprocessing started does not
     pipe.send(Outcome(code, out.getvalue(), err.getvalue(), value))
     sys.stdout.flush()

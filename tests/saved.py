@@ -16,7 +16,7 @@ from drumline.retention import Retention
 from drumline.run_folder import RunFolder
 from drumline.saver import Saver
 from drumline.snapshots import Snapshots
-from drumline.storage import write_tensors
+from drumline.storage import FileFacts, write_tensors
 
 ALONE = World(Place(), torch.device("cpu"))
 Tell = Callable[[str, dict[str, Any]], None]
@@ -38,7 +38,7 @@ def trained(
 ) -> tuple[Tied, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = Tied()
-    optimizer = kind(model.parameters(), lr=0.1, **settings)  # type: ignore[call-arg]
+    optimizer = kind(model.parameters(), lr=0.1, **settings)  # type: ignore[call-arg,arg-type]
     for _ in range(3):
         model.head(model.norm(model.embedding(torch.randint(7, (5,))))).square().mean().backward()
         optimizer.step()
@@ -51,11 +51,13 @@ def save(folder: RunFolder, step: int, *, valid_loss: float | None = None, parts
     tensors = tensors_of(model, optimizer)
     aside = folder.checkpoints / f".step-{step}"
     aside.mkdir(parents=True)
-    files = {}
+    files: FileFacts = {}
     for part in range(parts):
         own = dict(list(tensors.items())[part::parts])
         files |= write_tensors(own, aside, part=part, parts=parts, reached=lambda point: None)
-    state = RunState(step=step, facts={"seed": 1}, optimizer=optimizer_state(model, optimizer)[1], valid_loss=valid_loss)
+    state = RunState(
+        step=step, facts={"seed": 1}, optimizer=optimizer_state(model, optimizer)[1], valid_loss=valid_loss
+    )
     return commit(aside, folder.checkpoint(step), state, files, about={"versions": {"torch": "2"}}).path
 
 
@@ -65,16 +67,16 @@ def saver_of(
     world: World = ALONE,
     tell: Tell = lambda message, event: None,
     reached: Callable[[str], None] = lambda point: None,
-    last: int = 3,
     snapshots: Snapshots | None = None,
+    of: tuple[nn.Module, torch.optim.Optimizer] | None = None,
 ) -> Saver:
-    model, optimizer = trained()
+    model, optimizer = of or trained()
     return Saver(
         folder,
         world,
         model,
         optimizer,
-        retention=Retention(last=last),
+        retention=Retention(),
         snapshots=snapshots,
         about={},
         tell=tell,

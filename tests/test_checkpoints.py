@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, and nothing lost between saving and loading. What harms them is in test_damage.py."""
+"""Checkpoints: complete or absent, and nothing lost between saving and loading. What harms them: test_damage.py."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from drumline import checkpoints
 from drumline.checkpoints import RunState, commit, load, newest_valid, open_checkpoint, tensors_of
 from drumline.errors import CheckpointError
 from drumline.run_folder import RunFolder
-from drumline.storage import write_tensors
+from drumline.storage import FileFacts, write_tensors
 
 
 @pytest.mark.parametrize("parts", [1, 3])
@@ -28,12 +28,12 @@ from drumline.storage import write_tensors
 def test_a_loaded_checkpoint_goes_on_to_the_same_bits_however_many_ranks_wrote_it(
     tmp_path: Path, kind: type[torch.optim.Optimizer], settings: dict[str, object], parts: int
 ) -> None:
-    model, optimizer = trained(kind, **settings)
+    model, optimizer = trained(kind, **settings)  # type: ignore[arg-type]
     aside = tmp_path / "aside"
     aside.mkdir()
     tensors = tensors_of(model, optimizer)
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    files = {}
+    files: FileFacts = {}
     for part, names in enumerate(checkpoints.divide(sizes, parts)):
         own = {name: tensors[name] for name in names}
         files |= write_tensors(own, aside, part=part, parts=parts, reached=lambda point: None)
@@ -49,7 +49,7 @@ def test_a_loaded_checkpoint_goes_on_to_the_same_bits_however_many_ranks_wrote_i
     found = open_checkpoint(tmp_path / "step-00000003")
     assert found.state == state
     other = Tied()
-    other_optimizer = kind(other.parameters(), lr=0.1, **settings)  # type: ignore[call-arg]
+    other_optimizer = kind(other.parameters(), lr=0.1, **settings)  # type: ignore[call-arg,arg-type]
     load(found, model=other, optimizer=other_optimizer)
     for m, o in ((model, optimizer), (other, other_optimizer)):
         o.zero_grad()

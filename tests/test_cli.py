@@ -14,6 +14,7 @@ from conftest import small
 from drumline.cli import run_command
 from drumline.config_file import sections
 from drumline.errors import EXIT_USAGE, EXIT_USER
+from drumline.runs import list_runs
 
 Train = Callable[..., int]
 
@@ -123,7 +124,7 @@ def test_a_mistake_is_two_lines_with_a_fix(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and lines[0].startswith("error: ") and lines[1].startswith("  fix: ")
     assert says in "".join(lines)
-    assert not Path("runs").exists()
+    assert list(list_runs(Path("runs"))) == []
 
 
 def test_evaluate_and_sample_use_the_newest_checkpoint(train: Train, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from saved import Tied, flipped, save
 
 from drumline import checkpoints
 from drumline.checkpoints import load, newest_valid, open_checkpoint
+from drumline.disk import file_sha256
 from drumline.errors import CheckpointError
 from drumline.export import open_single_file, write_single_file
 from drumline.resume import find
@@ -130,7 +132,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_noticed(folder: RunFolde
 
 def test_tensors_that_the_manifest_does_not_name_are_noticed(folder: RunFolder) -> None:
     shutil.copy(folder.checkpoint(20) / FILES[0], folder.checkpoint(20) / "model-00003-of-00003.safetensors")
-    with pytest.raises(CheckpointError, match="model-00003-of-00003.safetensors, which its manifest.json does not"):
+    with pytest.raises(CheckpointError, match=r"model-00003-of-00003\.safetensors, which"):
         open_checkpoint(folder.checkpoint(20))
 
 
@@ -152,8 +154,11 @@ def test_a_manifest_that_names_what_no_checkpoint_has_is_refused(folder: RunFold
 
 @pytest.mark.parametrize(
     "text",
-    ["", "null", "[]", "7", '{"format": 2}', '{"format": 2, "files": [], "step": 1}', "[" * 100_000, "\ufeff{}"]
-    + ['{"format": 2, "step": 1e999, "files": {}}', '{"format": 2, "step": 1, "files": {"run.json": 5}}'],
+    [
+        *("", "null", "[]", "7", "[" * 100_000, "\ufeff{}"),
+        *('{"format": 2}', '{"format": 2, "files": [], "step": 1}', '{"format": 2, "step": 1e999, "files": {}}'),
+        '{"format": 2, "step": 1, "files": {"run.json": 5}}',
+    ],
 )
 @pytest.mark.parametrize("name", ["manifest.json", "run.json"])
 def test_json_of_any_other_shape_is_called_damage(folder: RunFolder, name: str, text: str) -> None:
@@ -169,7 +174,7 @@ def test_json_of_any_other_shape_is_called_damage(folder: RunFolder, name: str, 
 def test_a_disk_that_fails_while_it_is_read_counts_as_damage(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = checkpoints.file_sha256
+    real = file_sha256
 
     def bad_sector(path: Path) -> str:
         if path.parent.name == "step-00000020":
@@ -218,11 +223,9 @@ def test_a_pickle_in_the_place_of_any_file_is_never_opened(
     if sealed and name not in ("manifest.json", ".metadata"):
         reseal(path, lambda manifest: manifest["files"].update({name: facts}))
     model = Tied()
-    try:
+    # A .metadata, which torch would unpickle, is read by nobody.
+    with nullcontext() if name == ".metadata" else pytest.raises(CheckpointError, match=path.name):
         load(open_checkpoint(path), model=model, optimizer=torch.optim.AdamW(model.parameters()))
-        assert name == ".metadata"  # which nobody reads
-    except CheckpointError as error:
-        assert name != ".metadata" and str(path) in error.problem
     assert not marker.exists()
     pickle.loads(evil)
     assert marker.exists()  # it would have worked

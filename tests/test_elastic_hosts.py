@@ -114,10 +114,10 @@ def test_a_host_that_dies_and_comes_back_is_done_without_and_taken_in_again(
     wait(lambda: meetings(one, two) > 0, "two ranks", one, two)
     goes_on(tmp_path / "run", one, two)
     kill(b)
-    print("alone", goes_on(tmp_path / "run", one))
+    goes_on(tmp_path / "run", one)
     before = meetings(one)
     again = train(b, *ENDPOINT)
-    print("together", wait(lambda: meetings(one, again) > before, "two ranks again", one, again))
+    wait(lambda: meetings(one, again) > before, "two ranks again", one, again)
     goes_on(tmp_path / "run", one, again)
     assert "everything is saved" in one.said  # host a was asked, and no step was lost
 
@@ -130,12 +130,12 @@ def test_a_host_whose_link_falls_silent_ends_its_ranks_and_comes_back_when_it_ca
     wait(lambda: meetings(one, two) > 0, "two ranks", one, two)
     goes_on(tmp_path / "run", one, two)
     link(b, "down")
-    print("ended", wait(lambda: not ranks(b), "no ranks on host b", one, two))
-    print("alone", goes_on(tmp_path / "run", one, two))
+    wait(lambda: not ranks(b), "no ranks on host b", one, two)
+    goes_on(tmp_path / "run", one, two)
     assert "cut off" in two.said
     before = meetings(one, two)
     link(b, "up")
-    print("together", wait(lambda: meetings(one, two) > before, "two ranks again", one, two))
+    wait(lambda: meetings(one, two) > before, "two ranks again", one, two)
     goes_on(tmp_path / "run", one, two)
 
 
@@ -150,7 +150,7 @@ def test_when_the_host_that_keeps_the_meeting_point_dies_another_takes_over(
     wait(lambda: meetings(one, two) > 0, "two ranks", one, two)
     goes_on(tmp_path / "run", one, two)
     kill(a)
-    print("taken over", goes_on(tmp_path / "run", two))
+    goes_on(tmp_path / "run", two)
     before = meetings(two)
     again = train(a, *endpoint)
     wait(lambda: meetings(two, again) > before, "two ranks again", two, again)

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import signal
 import socket
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from conftest import small
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Outcome, run_ranks, train_ranks
+from ranks import Outcome, _command, run_ranks, train_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
@@ -72,9 +73,9 @@ def fit(run_dir: str | Path, *, steps: int = 5, save_every: int = 2, **settings:
     return trainer.fit(total_steps=steps, log_every=1, save_every=save_every)
 
 
-def sample_of(step: int, *, micro_batch: int = 0) -> int:
+def sample_of(step: int, *, micro_batch: int = 0, **settings: Any) -> int:
     """One of the samples that a step sees, counted from 1."""
-    return int(make("unused").loop.batches.names(step - 1, micro_batch)[0].removeprefix("sample "))
+    return int(make("unused", **settings).loop.batches.names(step - 1, micro_batch)[0].removeprefix("sample "))
 
 
 def events(run_dir: str | Path, kind: str) -> list[dict[str, Any]]:
@@ -262,11 +263,7 @@ LEAP = {"spike_factor": 20.0, "steps": 30, "save_every": 5}
 
 def _leap() -> dict[str, Any]:
     """Data whose loss leaps at step 20 and at no other step of a long epoch."""
-    return {"global_batch_size": 2, "poison": {sample_of_small(20): 1e3}, **LEAP}
-
-
-def sample_of_small(step: int) -> int:
-    return int(make("unused", global_batch_size=2).loop.batches.names(step - 1)[0].removeprefix("sample "))
+    return {"global_batch_size": 2, "poison": {sample_of(20, global_batch_size=2): 1e3}, **LEAP}
 
 
 def test_a_leap_of_the_loss_goes_back_and_a_resumed_run_sees_the_same_leap(here: Path) -> None:
@@ -308,16 +305,10 @@ def flip(tensor: Tensor, *, bit: int) -> None:
     byte.copy_(byte ^ (1 << bit % 8))
 
 
-def _train_flipped(argv: list[str]) -> int:
-    from drumline.cli import run_command
-
-    return run_command(argv)
-
-
 def train_flipped(size: int, rank: int, *flags: str) -> list[Outcome]:
     argv = small("--train_data_path", "text", "--model", f"{__name__}:Flipped", "--run_dir", "run", *flags)
     argv += ["--global_batch_size", str(4 * size)]
-    return run_ranks(_train_flipped, [(["train", *argv],)] * size, environ={"FLIPS": str(rank)})
+    return run_ranks(_command, [(["train", *argv],)] * size, environ={"FLIPS": str(rank)})
 
 
 @pytest.mark.parametrize(
@@ -348,8 +339,6 @@ def _stop_with_drift(run_dir: str) -> None:
     def drift_and_stop() -> dict[str, Any]:
         if rank == 1:
             flip(next(trainer.loop.model.parameters()).detach(), bit=1)
-            import signal
-
             signal.raise_signal(signal.SIGTERM)
         return {}
 

@@ -11,16 +11,17 @@ import pytest
 
 from drumline.heartbeat import ATTEMPT, Beat, Pulse, Watch, read_pulse, read_run_dir, tell_run_dir, under_torchrun
 
+NOW_S = 10_000.0
+
 
 def beat(phase: str, step: int, *, idle_s: float = 0.0, still_s: float = 0.0) -> Beat:
-    now_s = time.monotonic()
-    return Beat(phase, step, progressed_s=now_s - max(idle_s, still_s), ticked_s=now_s - still_s)
+    return Beat(phase, step, progressed_s=NOW_S - max(idle_s, still_s), ticked_s=NOW_S - still_s)
 
 
 def judge(beats: dict[int, Beat], *, limit_s: float | None = 5.0) -> tuple[int, bool] | None:
     watch = Watch(limit_s)
-    watch._awake_s -= 3600
-    hang = watch.look(beats, time.monotonic())
+    watch._awake_s, watch._looked_s = 0.0, NOW_S
+    hang = watch.look(beats, NOW_S)
     return None if hang is None else (hang.rank, hang.frozen)
 
 

@@ -5,14 +5,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 from conftest import small
+from launchers import rank_process, wait_until_gone
 
 from drumline.cluster import check_backend, find_place
-from drumline.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError
+from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from drumline.launch import meeting_port
 from drumline.records import read_metrics
 from drumline.run_folder import RunFolder
@@ -64,6 +66,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[floa
     return where, losses(where / "one")
 
 
+def until_it_trains(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "| loss" in line:
+            return
+
+
 def losses(run: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
 
@@ -84,54 +93,76 @@ def test_ctrl_c_stops_all_ranks_at_a_saved_step_and_leaves_no_process(
     flags = small("--train_data_path", "text", "--global_batch_size", "16", "--total_steps", "100000")
     command, scratch = [*LAUNCHES["--nproc"], *flags, "--run_dir", str(tmp_path / "run")], tmp_path / "scratch"
     scratch.mkdir()
-    with start(command, reference[0], TMPDIR=str(scratch)) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if "| loss" in line:
-                break
+    # A terminal sends Ctrl-C to all processes of its group.
+    with start(["setsid", *command], reference[0], TMPDIR=str(scratch)) as process:
+        until_it_trains(process)
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(children) >= 2
-        process.send_signal(signal.SIGINT)
+        assert len(children) >= 3
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.stdout is not None
         out = process.stdout.read()
         process.wait(TIMEOUT_S)
     assert process.returncode == EXIT_STOPPED
     assert "everything is saved; to go on" in out
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert alive == [] and {path.name.split("_")[0] for path in scratch.iterdir()} <= {"torchinductor"}  # a cache
+    wait_until_gone(children)
+    assert {path.name.split("_")[0] for path in scratch.iterdir()} <= {"torchinductor"}  # a cache
     status = RunFolder(tmp_path / "run").read_status()
     assert status["state"] == "stopped" and RunFolder(tmp_path / "run").checkpoint(status["step"]).exists()
 
 
-def test_a_rank_that_is_killed_is_named_and_ends_the_run(reference: tuple[Path, list[float]], tmp_path: Path) -> None:
-    with _killed_once(reference[0], tmp_path / "run", "100000") as process:
+def test_a_rank_that_is_killed_is_named_and_with_no_restarts_ends_the_run(
+    reference: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    with _killed_once(reference[0], tmp_path / "run", "100000", "--max_restarts", "0") as process:
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == EXIT_FAILED
     lines = [line for line in err.splitlines() if line.startswith(("error:", "  fix:"))]
     assert "SIGKILL" in lines[0] and "rank 1" in lines[0] and "start the same command again" in lines[1]
+    status = RunFolder(tmp_path / "run").read_status()
+    assert status["state"] == "failed" and "SIGKILL" in status["cause"]
+    assert status["first_cause"]["rank"] == 1 and status["first_cause"]["host"] == socket.gethostname()
 
 
-def test_with_max_restarts_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
+def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
     reference: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
-    with _killed_once(reference[0], tmp_path / "run", "300", "--max_restarts", "3") as process:
+    with _killed_once(reference[0], tmp_path / "run", "300") as process:
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
+    assert err.startswith("rank 1 on ") and "was ended by SIGKILL at step " in err
     assert len(losses(tmp_path / "run")) == 300
     assert RunFolder(tmp_path / "run").read_status()["state"] == "finished"
 
 
-def _killed_once(where: Path, run: Path, steps: str, *flags: str) -> subprocess.Popen[str]:
-    """A run on two ranks whose rank 1 is killed -9 after its first steps."""
+def test_a_single_rank_is_watched_too_when_it_is_asked_for(reference: tuple[Path, list[float]], tmp_path: Path) -> None:
+    with _killed_once(reference[0], tmp_path / "run", "200", "--nproc", "1", rank=0) as process:
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0 and "starting again (1)" in err, err
+
+
+def _killed_once(where: Path, run: Path, steps: str, *flags: str, rank: int = 1) -> subprocess.Popen[str]:
+    """A run on two ranks one of which is killed -9 after its first steps."""
     more = small("--train_data_path", "text", "--global_batch_size", "16", "--total_steps", steps, *flags)
-    process = start([*LAUNCHES["--nproc"], *more, "--run_dir", str(run)], where)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "| loss" in line:
-            break
-    for child in psutil.Process(process.pid).children(recursive=True):
-        if child.environ().get("RANK") == "1":
-            child.kill()
+    ranks = () if "--nproc" in flags else ("--nproc", "2")
+    process = start([*LAUNCHES["python -m drumline"], *ranks, *more, "--run_dir", str(run)], where)
+    until_it_trains(process)
+    rank_process(process.pid, rank).kill()
     return process
+
+
+@pytest.mark.parametrize("after_s", [0.5, 1.0, 2.0, 3.0, 4.0])
+def test_a_signal_at_any_time_of_the_start_ends_all_promptly_and_in_order(
+    reference: tuple[Path, list[float]], tmp_path: Path, after_s: float
+) -> None:
+    flags = small("--train_data_path", "text", "--global_batch_size", "16", "--total_steps", "100000")
+    with start([*LAUNCHES["--nproc"], *flags, "--run_dir", str(tmp_path / "run")], reference[0]) as process:
+        time.sleep(after_s)  # whatever it is doing then
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode in (EXIT_STOPPED, EXIT_INTERRUPTED), err
+    assert "Traceback" not in err
+    wait_until_gone(children)
 
 
 def test_a_mistake_under_several_ranks_is_told_once(reference: tuple[Path, list[float]], tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ def test_the_tree_gives_the_same_bits_for_any_number_of_ranks(leaves: int, world
     generator = torch.Generator().manual_seed(seed)
     values = [torch.randn(5, generator=generator) * 10.0**power for power in torch.randint(-9, 9, (leaves,)).tolist()]
     whole = _finish({(index, 1): value for index, value in enumerate(values)})
-    plan, blocks = BatchPlan(1, leaves), {}
+    plan = BatchPlan(1, leaves)
+    blocks: dict[tuple[int, int], Tensor] = {}
     for rank in range(world_size):
         tree, share = _Tree(), plan.share(rank, world_size)
         for index in share:
@@ -79,7 +80,7 @@ def _vote(bitwise: bool, votes: tuple[bool, ...]) -> list[float]:
             loss.backward()
             return torch.tensor(1.0)
 
-        return strategy.accumulate([torch.ones(2) for _ in share], step, votes=(votes[world.rank],)).tolist()  # type: ignore[no-any-return]
+        return strategy.accumulate([torch.ones(2) for _ in share], step, votes=(votes[world.rank],)).tolist()
     finally:
         leave()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from launchers import rank_process, wait_until_gone
 
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
 
@@ -83,11 +83,7 @@ class Launcher:
 
     def rank(self, number: int) -> psutil.Process:
         """The process that is this rank now."""
-        for child in psutil.Process(self.process.pid).children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if any(f"pulse-{number}" in file.path for file in child.memory_maps()):
-                    return child
-        raise AssertionError(f"no process is rank {number}")
+        return rank_process(self.process.pid, number)
 
     def end(self) -> tuple[int, str]:
         out, _ = self.process.communicate(timeout=TIMEOUT_S)
@@ -124,23 +120,6 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
 
 def _scratch() -> set[Path]:
     return set(Path("/dev/shm").glob("drumline-*"))
-
-
-def running(processes: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run: what nobody has reaped yet is dead all the same."""
-    alive = []
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                alive.append(process)
-    return alive
-
-
-def wait_until_gone(processes: list[psutil.Process]) -> None:
-    deadline = time.monotonic() + 20
-    while running(processes) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert running(processes) == []
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -66,7 +66,7 @@ def export_checkpoint(run: Path, *, step: int | None, out: Path | None, force: b
         raise ConfigError(f"{file} is there already", fix="add --force to replace it, or choose another --out")
     try:
         write_single_file(chosen, file)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch's writer makes the one of the other
         raise ConfigError(f"{file} cannot be written ({error})", fix="choose another place: --out FILE") from None
     return chosen, file
 

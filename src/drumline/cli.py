@@ -34,6 +34,7 @@ from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, DrumlineE
 from drumline.presets import PRESETS
 
 _DEFAULTS = TrainConfig()
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 app = App(
     name="drumline",
@@ -136,8 +137,12 @@ def train(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from drumline.launch import launch_training, ranks_to_start, train_here
 
-    nproc = ranks_to_start(settings)
-    return launch_training(settings, nproc=nproc) if nproc else train_here(settings)
+    if nproc := ranks_to_start(settings):
+        return launch_training(settings, nproc=nproc)
+    for signum in _STOP_SIGNALS:
+        if signal.getsignal(signum) is _leave:
+            signal.signal(signum, signal.default_int_handler)  # from here on there are files to tidy up
+    return train_here(settings)
 
 
 @app.command
@@ -280,8 +285,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if words[:1] == ["train"] and not {"RANK", "SLURM_PROCID"} & set(os.environ):
         # Until the loop or the supervisor takes over there is nothing to save: a run that is told to stop just ends.
         # A rank dies of these signals instead: while it waits for others it would not come to see them.
-        for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(signum, signal.default_int_handler)
+        for signum in _STOP_SIGNALS:
+            signal.signal(signum, _leave)
     code = run_command(words)
     if "torch" in sys.modules and os.environ.get("WORLD_SIZE", "1") != "1":
         # A rank has saved and said all it has to. Taking the interpreter apart under gloo's threads now and then aborts
@@ -290,6 +295,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _leave(signum: int, frame: Any) -> None:
+    """End at once: an exception raised amid the imports of others may be caught there, and lost."""
+    os.write(sys.stderr.fileno(), b"error: interrupted\n  fix: start the same command again\n")
+    os._exit(EXIT_INTERRUPTED)
 
 
 def run_command(argv: list[str]) -> int:

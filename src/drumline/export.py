@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,8 +35,11 @@ def write_single_file(checkpoint: Checkpoint, path: Path) -> None:
     for kind in ("model", "optimizer"):
         content[kind] = {name: tensor for name, tensor in tensors.items() if kind_of(name) == kind}
     aside = path.with_name(f".{path.name}.partial")
+    if shutil.disk_usage(path.parent).free < sum(tensor.nbytes for tensor in tensors.values()):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # torch's writer has no words for it
     try:
-        torch.save(content, aside)
+        with aside.open("wb") as file:
+            torch.save(content, file)
         flush(aside)
         aside.rename(path)
     except BaseException:

@@ -1,0 +1,85 @@
+"""Where a run goes on from: by itself its newest valid checkpoint, or what --resume_from names."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from saved import ALONE, save, trained
+
+from drumline.checkpoints import checkpoint_paths, open_checkpoint
+from drumline.errors import CheckpointError
+from drumline.export import write_single_file
+from drumline.records import read_metrics
+from drumline.resume import check_resume, find, resume
+from drumline.retention import step_of
+from drumline.run_folder import RunFolder
+
+Train = Callable[..., int]
+
+
+def steps(folder: RunFolder) -> list[int]:
+    return [step_of(path) for path in checkpoint_paths(folder.checkpoints)]
+
+
+def test_a_run_a_checkpoint_a_step_and_a_pt_can_be_named_and_what_is_none_of_them_is_refused(tmp_path: Path) -> None:
+    folder, new = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "new")
+    for step in (4, 6):
+        path = save(folder, step)
+    write_single_file(open_checkpoint(path), tmp_path / "six.pt")
+    for resume_from in (str(path), str(folder.path), str(tmp_path / "six.pt")):
+        check_resume(resume_from, new)
+        found = find(resume_from, new, say=print)
+        assert found is not None and found.step == 6
+    found = find("4", folder, say=print)
+    assert found is not None and found.step == 4
+    assert find("auto", new, say=print) is None
+    for nothing in ("5", str(tmp_path / "nowhere"), str(tmp_path / "nowhere.pt"), str(new.path)):
+        with pytest.raises(CheckpointError, match=r"neither a checkpoint nor a run .*: 4, 6\)"):
+            check_resume(nothing, folder)
+
+
+def test_a_run_told_to_go_back_leaves_its_newer_checkpoints_aside_and_ends_with_the_same_bits(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--bitwise", "--save_every", "2", "--run_dir", "run", "--keep_checkpoints", "9"]
+    assert train(*flags) == 0
+    folder = RunFolder(Path("run"))
+    before = folder.read_status()["weights_sha256"]
+    capsys.readouterr()
+    assert train(*flags, "--resume_from", "2") == 0
+    said = capsys.readouterr().out
+    assert "step-00000004 is of a way this run has left: set aside as step-00000004.superseded" in said
+    assert "going on from run/checkpoints/step-00000002 (step 2)" in said
+    assert folder.read_status()["weights_sha256"] == before and steps(folder) == [2, 4, 6]
+    assert [r["step"] for r in read_metrics(folder.metrics) if "loss" in r] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("form", ["checkpoint", "pt"])
+def test_a_run_that_goes_on_from_elsewhere_does_not_meet_its_own_newer_checkpoints_again(
+    tmp_path: Path, form: str
+) -> None:
+    folder, other = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "other")
+    for step in (2, 4, 6):
+        save(folder, step)
+    path = save(other, 4)
+    if form == "pt":
+        write_single_file(open_checkpoint(path), tmp_path / "four.pt")
+        path = tmp_path / "four.pt"
+    model, optimizer = trained()
+    found = resume(
+        str(path), folder, ALONE, model, optimizer, facts={}, allow_change=(), snapshots=None, say=lambda line: None
+    )
+    assert found is not None and found.step == 4 and steps(folder) == [2, 4]
+    assert (folder.checkpoints / "step-00000006.superseded").exists()
+
+
+def test_a_resume_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for step in (2, 4):
+        save(folder, step)
+    model, optimizer = trained()
+    with pytest.raises(CheckpointError, match=r"other settings \(seed 1 -> 2\)"):
+        resume("2", folder, ALONE, model, optimizer, facts={"seed": 2}, allow_change=(), snapshots=None, say=print)
+    assert steps(folder) == [2, 4]
+    resume("2", folder, ALONE, model, optimizer, facts={"seed": 2}, allow_change=["seed"], snapshots=None, say=print)
+    assert steps(folder) == [2]
