@@ -25,6 +25,7 @@ from drumline.presets import gpt_config, with_preset
 from drumline.retention import Retention
 from drumline.run_folder import RunFolder
 from drumline.saver import Saver
+from drumline.snapshots import Snapshots
 
 
 def main() -> None:
@@ -53,7 +54,15 @@ def main() -> None:
                 raise SystemExit(message)
 
         saver = Saver(
-            run, World(Place(), device), model, optimizer, retention=Retention(), snapshots=None, about={}, tell=tell
+            run,
+            World(Place(), device),
+            model,
+            optimizer,
+            retention=Retention(),
+            snapshots=Snapshots(run.path / "memory", run),
+            takes_snapshots=False,
+            about={},
+            tell=tell,
         )
         saver.poll()  # as after the first step: it makes its memory ready
         for step in range(arguments.repeat + 1):

@@ -16,7 +16,8 @@ text_files text_hub text corpus token_manifest tokenizer tokens prepare
 model optim hardware cluster agreement records trackers plots
 batches parallel step storage checkpoints retention snapshots staging saver export resume guard evaluate training_data
 loop
-trainer sample runs pretrain dry_run inference checkpoint_commands terminal forked preload leader meeting supervisor launch drill_run drill_faults drill
+trainer sample runs pretrain dry_run inference checkpoint_commands terminal
+forked preload leader meeting supervisor launch drill_run drill_faults drill
 cli_checkpoint cli __main__
 """.split()
 

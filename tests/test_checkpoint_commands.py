@@ -57,7 +57,7 @@ def harm(folder: RunFolder, step: int) -> None:
 def test_the_list_says_of_each_checkpoint_why_it_is_kept_or_not_used(folder: RunFolder, command: Command) -> None:
     save(folder, 50)
     folder.checkpoint(50).rename(folder.checkpoints / "step-00000050.superseded")
-    snapshots = Snapshots.of(folder.run_id())
+    snapshots = Snapshots.of(folder)
     snapshots.save(tensors_of(*trained()), state(45))
     try:
         code, said, _ = command("list")

@@ -235,7 +235,7 @@ def test_a_run_killed_right_after_a_rollback_goes_back_again_and_ends_with_the_s
     assert len(events("part", "rollback")) == 2 and steps("part") == steps("whole")
 
 
-def _killed(run_dir: str, settings: dict[str, Any]) -> list[int] | int:
+def _killed(run_dir: str, settings: dict[str, Any]) -> int:
     child = os.fork()
     if child == 0:
         os.environ.pop("RANK")
@@ -258,12 +258,10 @@ def test_rollbacks_can_follow_each_other_from_the_same_checkpoint(here: Path) ->
     assert steps("run") == [1, 2, 3, 4, 5, 6, 7]
 
 
-LEAP = {"spike_factor": 20.0, "steps": 30, "save_every": 5}
-
-
 def _leap() -> dict[str, Any]:
     """Data whose loss leaps at step 20 and at no other step of a long epoch."""
-    return {"global_batch_size": 2, "poison": {sample_of(20, global_batch_size=2): 1e3}, **LEAP}
+    poison = {sample_of(20, global_batch_size=2): 1e3}
+    return {"global_batch_size": 2, "poison": poison, "spike_factor": 20.0, "steps": 30, "save_every": 5}
 
 
 def test_a_leap_of_the_loss_goes_back_and_a_resumed_run_sees_the_same_leap(here: Path) -> None:
@@ -369,7 +367,6 @@ def test_any_single_flipped_bit_changes_the_digest(
     model.register_buffer("odd", whole[offset:].view(shape))  # a part of something larger need not be aligned
     model.register_buffer("empty", torch.empty(0))
     before = replica_digest(model)
-    assert before == replica_digest(model)
     tensors = [tensor.detach() for tensor in model.state_dict(keep_vars=True).values() if tensor.numel()]
     tensor = tensors[draw % len(tensors)]
     bit = draw % (8 * tensor.nbytes) if tensor.dtype != torch.bool else 8 * (draw % tensor.numel())

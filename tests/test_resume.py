@@ -13,6 +13,7 @@ from drumline.records import read_metrics
 from drumline.resume import check_resume, find, resume
 from drumline.retention import step_of
 from drumline.run_folder import RunFolder
+from drumline.snapshots import Snapshots
 
 Train = Callable[..., int]
 
@@ -66,8 +67,9 @@ def test_a_run_that_goes_on_from_elsewhere_does_not_meet_its_own_newer_checkpoin
         write_single_file(open_checkpoint(path), tmp_path / "four.pt")
         path = tmp_path / "four.pt"
     model, optimizer = trained()
+    memory = Snapshots(tmp_path / "memory", folder)
     found = resume(
-        str(path), folder, ALONE, model, optimizer, facts={}, allow_change=(), snapshots=None, say=lambda line: None
+        str(path), folder, ALONE, model, optimizer, facts={}, allow_change=(), snapshots=memory, say=lambda line: None
     )
     assert found is not None and found.step == 4 and steps(folder) == [2, 4]
     assert (folder.checkpoints / "step-00000006.superseded").exists()
@@ -77,9 +79,10 @@ def test_a_resume_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in (2, 4):
         save(folder, step)
+    arguments = {"facts": {"seed": 2}, "snapshots": Snapshots(tmp_path / "memory", folder), "say": print}
     model, optimizer = trained()
     with pytest.raises(CheckpointError, match=r"other settings \(seed 1 -> 2\)"):
-        resume("2", folder, ALONE, model, optimizer, facts={"seed": 2}, allow_change=(), snapshots=None, say=print)
+        resume("2", folder, ALONE, model, optimizer, allow_change=(), **arguments)  # type: ignore[arg-type]
     assert steps(folder) == [2, 4]
-    resume("2", folder, ALONE, model, optimizer, facts={"seed": 2}, allow_change=["seed"], snapshots=None, say=print)
+    resume("2", folder, ALONE, model, optimizer, allow_change=["seed"], **arguments)  # type: ignore[arg-type]
     assert steps(folder) == [2]

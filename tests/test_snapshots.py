@@ -38,28 +38,28 @@ def keep(snapshots: Snapshots, step: int) -> None:
     snapshots.save(tensors_of(*trained()), state(step))
 
 
-def test_only_the_newest_snapshot_is_held_and_leftovers_go(memory: Path) -> None:
-    snapshots = Snapshots.of("run")
+def test_only_the_newest_snapshot_is_held_and_leftovers_go(memory: Path, tmp_path: Path) -> None:
+    snapshots = Snapshots.of(RunFolder(tmp_path), "run")
     keep(snapshots, 1)
     for leftover in (".step-00000002.77", "step-00000001.superseded", "step-00000000.damaged"):
         (snapshots.folder / leftover).mkdir()
     keep(snapshots, 3)
-    assert [path.name for path in snapshots.folder.iterdir()] == ["step-00000003"]
+    assert sorted(path.name for path in snapshots.folder.iterdir()) == [".lock", "run", "step-00000003"]
     found = snapshots.newest(warn=print)
     assert found is not None and found.step == 3
     assert snapshots.folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_damaged_snapshot_is_passed_over(memory: Path) -> None:
-    snapshots, said = Snapshots.of("run"), list[str]()
+def test_a_damaged_snapshot_is_passed_over(memory: Path, tmp_path: Path) -> None:
+    snapshots, said = Snapshots.of(RunFolder(tmp_path), "run"), list[str]()
     keep(snapshots, 1)
     (file,) = (snapshots.folder / "step-00000001").glob("model*")
     file.write_bytes(b"\x80\x04" + file.read_bytes()[2:])
     assert snapshots.newest(warn=said.append) is None and "is damaged" in said[0]
 
 
-def test_the_memory_is_given_back_and_other_runs_keep_theirs(memory: Path) -> None:
-    one, other = Snapshots.of("one"), Snapshots.of("other")
+def test_the_memory_is_given_back_and_other_runs_keep_theirs(memory: Path, tmp_path: Path) -> None:
+    one, other = (Snapshots.of(RunFolder(tmp_path), name) for name in ("one", "other"))
     for snapshots in (one, other):
         keep(snapshots, 1)
     one.clear()
@@ -76,7 +76,7 @@ def test_snapshots_are_off_while_there_is_no_room_and_that_is_said_once(
     free_bytes = {"shm": 1 << 40, "memory": 1 << 40}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free_bytes["shm"]))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free_bytes["memory"]))
-    snapshots = Snapshots.of("run")
+    snapshots = Snapshots.of(RunFolder(tmp_path), "run")
     saver = saver_of(RunFolder(tmp_path / "run"), tell=lambda message, event: told.append(event), snapshots=snapshots)
     saver.poll()
     assert saver._prepared is not None
@@ -97,7 +97,7 @@ def here(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     for name in tmp_path.glob("*/.id"):
-        Snapshots.of(name.read_text()).clear()
+        Snapshots.of(RunFolder(name.parent)).clear()
 
 
 def sha256(run: str) -> str:
@@ -118,7 +118,7 @@ def train_and_kill(scratch: str, run: str) -> tuple[Snapshots, int]:
     with gated(Path(scratch), [*FLAGS, "--run_dir", run, *SNAPSHOTS], gates=gates) as started:
         for step in gates:
             started.wait_at(step)
-            snapshots = Snapshots.of(RunFolder(Path(run)).run_id())
+            snapshots = Snapshots.of(RunFolder(Path(run)))
             held = checkpoint_paths(snapshots.folder)
             if held and step_of(held[-1]) > FIRST_SAVE:
                 started.kill()
@@ -156,3 +156,31 @@ def test_a_run_told_where_to_go_on_forgets_its_memory(here: Path) -> None:
     snapshots, _ = train_and_kill("killed-log", "run")
     said = train("again-log", "run", *SNAPSHOTS, "--resume_from", str(FIRST_SAVE))
     assert "going on from run/checkpoints/step-00000030 (step 30)" in said and not snapshots.folder.exists()
+
+
+def test_two_launchers_of_a_run_on_one_machine_keep_one_snapshot(memory: Path, tmp_path: Path) -> None:
+    one, other = (Snapshots.of(RunFolder(tmp_path), "run") for _ in range(2))
+    keep(one, 1)
+    keep(other, 2)  # does nothing: the first one does it
+    assert [step_of(path) for path in checkpoint_paths(one.folder)] == [1]
+    assert one._lock is not None
+    one._lock.close()  # as when its process dies
+    keep(other, 2)
+    assert [step_of(path) for path in checkpoint_paths(one.folder)] == [2]
+
+
+def test_the_memory_of_a_run_that_was_deleted_is_given_back_by_the_next_one(memory: Path, tmp_path: Path) -> None:
+    gone, living = (RunFolder(tmp_path / name) for name in ("gone", "living"))
+    for run in (gone, living):
+        run.path.mkdir()
+        snapshots = Snapshots.of(run)
+        keep(snapshots, 1)
+        if run is gone:
+            shutil.rmtree(run.path)
+            held = snapshots
+    Snapshots.of(living).forget_others()
+    assert held.folder.exists()  # its process still lives
+    assert held._lock is not None
+    held._lock.close()
+    Snapshots.of(living).forget_others()
+    assert not held.folder.exists() and Snapshots.of(living).newest(warn=print) is not None

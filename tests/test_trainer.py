@@ -73,7 +73,7 @@ def test_a_run_stopped_anywhere_and_resumed_ends_with_the_same_bits(tmp_path: Pa
 
 
 def test_random_draws_depend_on_the_step_and_not_on_what_happened_before(tmp_path: Path) -> None:
-    class Noise(Dataset[Tensor]):
+    class Noise(Dataset[tuple[Tensor, Tensor]]):
         """Draws its samples anew each time, as toy datasets do."""
 
         def __len__(self) -> int:
@@ -119,7 +119,7 @@ def test_a_model_that_gives_its_own_loss_needs_no_loss_function(tmp_path: Path) 
     model = Own()
     trainer = Trainer(
         model, data, torch.optim.SGD(model.parameters(), lr=0.001), run_dir=tmp_path, batch_size=4, device="cpu"
-    )  # type: ignore[arg-type]
+    )
     first = trainer.fit(epochs=1).loss
     assert trainer.fit(epochs=60).loss < first
 

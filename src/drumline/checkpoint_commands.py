@@ -39,7 +39,7 @@ def list_checkpoints(run: Path) -> list[Listed]:
     kept = reasons(paths, run_retention(folder))
     rows = [_listed(path, ", ".join(kept[path]) or "goes with the next save") for path in paths]
     rows += [_listed(path, f"not used: {path.suffix[1:]}") for path in _set_aside(folder)]
-    rows += [_listed(path, "in memory") for path in checkpoint_paths(Snapshots.of(folder.run_id()).folder)]
+    rows += [_listed(path, "in memory") for path in checkpoint_paths(Snapshots.of(folder).folder)]
     if not rows:
         raise _none_yet(folder)
     return rows

@@ -135,6 +135,10 @@ def train(
         return 0
     # Torch reads it when it is loaded. Its warnings about stores say only what the supervisor says better.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if ranks.nproc and "RANK" not in os.environ:
+        from drumline.forked import start_server
+
+        start_server(ranks.nproc)  # it loads torch while this process does
     from drumline.launch import launch_training, ranks_to_start, train_here
 
     if nproc := ranks_to_start(settings):

@@ -115,7 +115,7 @@ def locked(path: Path, *, wait_s: float) -> Iterator[int]:
 
     The kernel drops the lock with the process, however that ends. A file system without locks is not locked.
     """
-    lock = _Lock(path)
+    lock = Lock(path)
     try:
         deadline = time.monotonic() + wait_s
         while not lock.take():
@@ -127,7 +127,9 @@ def locked(path: Path, *, wait_s: float) -> Iterator[int]:
         lock.close()
 
 
-class _Lock:
+class Lock:
+    """A lock file. The kernel drops the lock with the process, however that ends."""
+
     def __init__(self, path: Path) -> None:
         try:
             self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -72,7 +72,7 @@ def _corrupt(run: DrilledRun, draw: random.Random) -> Outcome:
     rank, pid = _victim(run, draw)
 
     def harm() -> None:
-        memory = Snapshots.of(RunFolder(run.run_dir).run_id()).folder
+        memory = Snapshots.of(RunFolder(run.run_dir)).folder
         for folder in (RunFolder(run.run_dir).checkpoints, memory):
             for path in checkpoint_paths(folder)[-1:]:
                 _flip_a_bit(path, draw)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +42,7 @@ def evaluate(
     world: World | None = None,
     windows: int | None = None,
     document_mask: bool = False,
+    each_batch: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """The loss over a token file: all of it, or `windows` sequences spread evenly over it; ranks share the work."""
     total = math.ceil((len(tokens) - 1) / context)
@@ -65,6 +67,7 @@ def evaluate(
         with precision.autocast():
             nats += objective(model, to_device(batch, precision.device)).item()
         counted += int((batch[1] != -100).sum())
+        each_batch()
     model.train(was_training)
     if world is not None:
         device = torch.float64 if precision.device.type != "mps" else torch.float32

@@ -12,10 +12,9 @@ from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import psutil
-import torch
 
 from drumline.causes import is_to_tell, record_cause
-from drumline.errors import EXIT_CRASHED, EXIT_INTERRUPTED, DrumlineError
+from drumline.errors import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError
 from drumline.heartbeat import Pulse, die_with_parent
 from drumline.records import tell
 
@@ -69,8 +68,11 @@ class Ranks:
             process.join()
 
 
-def start_server() -> None:
-    """Start the server that ranks are forked from, if there is none yet; does not wait for it to be ready."""
+def start_server(nproc: int) -> None:
+    """Start the server that `nproc` ranks are forked from, if there is none yet; does not wait for it to be ready."""
+    # Both are read when the server loads torch. Warnings of the ranks' store say only that a peer is gone.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 1) // nproc)))
     _CONTEXT.set_forkserver_preload(_PRELOAD)
     resource_tracker.ensure_running()  # started with the server it would let the signals through again
     with _blocked(STOP_SIGNALS):  # what is blocked now stays so in the server: Ctrl-C is the launcher's business
@@ -106,9 +108,15 @@ def _rank(environ: dict[str, str], work: Callable[..., Any], args: tuple[Any, ..
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.environ.clear()
     os.environ.update(environ)
+    import torch  # the server has it; the launcher starts the server before it loads torch itself
+
+    from drumline.cluster import leave
+
     torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     Pulse.start()
     code = _outcome(work, args)
+    if code in (0, EXIT_STOPPED):
+        leave()  # others may still read what this rank keeps
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -121,7 +129,9 @@ def _outcome(work: Callable[..., Any], args: tuple[Any, ...]) -> int:
     try:
         work(*args)
     except DrumlineError as error:
-        if is_to_tell():
+        if error.exit_code == EXIT_CRASHED:
+            record_cause(error)
+        elif is_to_tell():
             tell(error)
         return error.exit_code
     except SystemExit as error:

@@ -71,6 +71,11 @@ class Pulse:
         if self._record is not None:
             _PROGRESS.pack_into(self._record, 0, time.monotonic(), os.getpid(), step, phase.encode())
 
+    def still_there(self) -> None:
+        """Progress within a phase that is allowed to take its time."""
+        if self._record is not None:
+            _TICK.pack_into(self._record, 0, time.monotonic())
+
     def stop(self) -> None:
         """No longer judged: what is left to do may take as long as it likes."""
         if self._record is not None:
@@ -189,6 +194,17 @@ def read_run_dir(folder: Path) -> Path | None:
         return Path((folder / "run_dir").read_text(encoding="utf-8"))
     except OSError:
         return None
+
+
+def started_again() -> bool:
+    """Whether this launcher has started its ranks before."""
+    if folder := os.environ.get(ATTEMPT):
+        return Path(folder).name != attempt_name(1)
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def attempt_name(number: int) -> str:
+    return f"attempt-{number}"
 
 
 def die_with_parent() -> None:

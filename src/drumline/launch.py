@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
@@ -99,9 +98,6 @@ def _supervise(
     hang_timeout: float | None,
 ) -> int:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
-    # Both are read when the server loads torch. Warnings of the ranks' store say only that a peer is gone.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 1) // nproc)))
     # Ranks meet at a store that is new in each attempt: at that of the attempt before they may wait for ever.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     spec = WorkerSpec("rank", nproc, meeting, entrypoint=function, args=args, max_restarts=max_restarts or 0)

@@ -102,7 +102,7 @@ class Loop:
         self._statistic_names = [name for name in checkpoints.weights(self.model) if name not in parameters]
         self._began = self._warm = False
         self._detours: list[list[int]] = []
-        self._pulse = Pulse.start()
+        self.pulse = Pulse.start()
 
     def run(
         self,
@@ -131,14 +131,14 @@ class Loop:
                 with speed.paused():
                     found: Record = {}
                     if evaluate and due(step, Fraction(eval_every), last):
-                        self._pulse.at("evaluate", step)
+                        self.pulse.at("evaluate", step)
                         found = evaluate()
                         records.write({"step": step, **found})
                     saves = due(step, save_every, last) or result.save
                     snapshots = self.snapshot_every > 0 and step % self.snapshot_every == 0
                     self._compare_replicas(step, keeps=saves or snapshots)
                     if saves:
-                        self._pulse.at("save", step)
+                        self.pulse.at("save", step)
                         saver.save(self._state(step, found.get("valid_loss")))
                     elif snapshots:
                         saver.snapshot(self._state(step))
@@ -173,14 +173,14 @@ class Loop:
         self.model.train()
         data_step = self._data_step(step)
         for index in self.batches.plan.share(self.world.rank, self.world.size):
-            self._pulse.at("data", step)
+            self.pulse.at("data", step)
             # Every random draw of a micro-batch, its data's and its dropout's, is keyed by where it stands in the run.
             torch.manual_seed(mix(self.seed, data_step, index))
             batch = self.batches.micro_batch(data_step, index)
             # What is compiled or loaded at its first use may take its time.
-            self._pulse.at("compute" if self._warm else "compiling", step)
+            self.pulse.at("compute" if self._warm else "compiling", step)
             yield batch
-        self._pulse.at("exchange" if self._warm else "compiling", step)
+        self.pulse.at("exchange" if self._warm else "compiling", step)
         self._warm = True
 
     def _data_step(self, step: int) -> int:
@@ -216,7 +216,7 @@ class Loop:
 
     def _resume(self, saver: Saver, records: Records) -> int:
         """The step to go on with."""
-        self._pulse.at("starting", 0)
+        self.pulse.at("starting", 0)
         found = self._restore(self.resume_from, records)
         step = found.step if found else 0
         self._detours = found.detours if found else []
@@ -268,7 +268,7 @@ class Loop:
             self._guard.compare_replicas(self.model, step)
 
     def _end(self, step: int, result: StepResult | None, saver: Saver, stop: threading.Event) -> FitResult:
-        self._pulse.at("ending", step)
+        self.pulse.at("ending", step)
         self._compare_replicas(step, keeps=True)
         saver.finish(self._state(step), give_up=stop.is_set)
         saver.forget_snapshots()
@@ -322,7 +322,9 @@ class Loop:
         self._out, self._events = records, LineFile(self.folder.events)
         self._guard = Guard(self.guard_rules, self.world, self.batches, self.precision, tell=self._tell)
         run_id = self.world.on_main(self.folder.run_id)
-        self._snapshots = Snapshots.of(run_id) if self.snapshot_every else None
+        self._snapshots = Snapshots.of(self.folder, run_id)
+        if self.world.place.local_rank == 0:
+            self._snapshots.forget_others()
         saver = Saver(
             self.folder,
             self.world,
@@ -330,8 +332,10 @@ class Loop:
             self.optimizer,
             retention=self.retention,
             snapshots=self._snapshots,
+            takes_snapshots=self.snapshot_every > 0,
             about={"config_sha256": self.config_sha256, "versions": versions()},
             tell=self._tell,
+            waiting=self.pulse.still_there,
         )
         try:
             yield saver

@@ -29,7 +29,7 @@ from drumline.errors import ConfigError
 from drumline.evaluate import evaluate
 from drumline.guard import GuardRules
 from drumline.hardware import allow_tf32, pick_dtype
-from drumline.heartbeat import ATTEMPT, tell_run_dir, under_torchrun
+from drumline.heartbeat import ATTEMPT, started_again, tell_run_dir, under_torchrun
 from drumline.loop import STOP_SIGNALS, FitResult, Loop
 from drumline.model import GPT
 from drumline.optim import learning_rate, make_optimizer, scaled
@@ -228,7 +228,7 @@ def _loop(
         seed=config.run.seed,
         lr=partial(learning_rate, optim=optim, total_steps=total_steps),
         grad_clip=config.optim.grad_clip,
-        resume_from=config.run.resume_from,
+        resume_from=_resume_from(config, world),
         allow_change=config.run.allow_change,
         retention=Retention(last=config.run.keep_checkpoints, every=config.run.keep_every, best=config.run.keep_best),
         guard_rules=GuardRules(
@@ -244,6 +244,11 @@ def _loop(
         flops_per_item=model.flops_per_token(batches.weight) * batches.weight if isinstance(model, GPT) else None,
         records=records,
     )
+
+
+def _resume_from(config: TrainConfig, world: World) -> str:
+    """What the user said holds for the first start: ranks that are started again go on from where they were."""
+    return "auto" if any(world.gather(started_again())) else config.run.resume_from
 
 
 def _save_every(config: TrainConfig, *, total_steps: int) -> int:
@@ -271,6 +276,7 @@ def _evaluator(config: TrainConfig, data: Data, loop: Loop) -> Callable[[], Reco
             world=loop.world,
             windows=config.run.eval_windows,
             document_mask=config.data.document_mask,
+            each_batch=loop.pulse.still_there,
         )
         return {"valid_loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
 

@@ -30,7 +30,7 @@ def resume(
     *,
     facts: dict[str, Any],
     allow_change: Sequence[str],
-    snapshots: Snapshots | None,
+    snapshots: Snapshots,
     say: Say,
 ) -> RunState | None:
     """Bring every rank's model and optimizer to where the run is; None: it has not begun.
@@ -38,8 +38,8 @@ def resume(
     Whoever has the state reads it and gives it to the others: they need not see its disk.
     """
     on_disk = world.together(lambda: find(resume_from, folder, say=say) if world.is_main else None)
-    looks = snapshots is not None and world.place.local_rank == 0  # one rank of each host
-    in_memory = snapshots.newest(warn=say) if snapshots and looks and resume_from == "auto" else None
+    looks = world.place.local_rank == 0  # one rank of each host
+    in_memory = snapshots.newest(warn=say) if looks and resume_from == "auto" else None
     steps = world.gather([_step(on_disk), _step(in_memory)])
     disk_step, (memory_step, holder) = steps[0][0], max((each[1], -rank) for rank, each in enumerate(steps))
     source = -holder if memory_step > disk_step else 0
@@ -59,7 +59,7 @@ def resume(
     if resume_from != "auto":  # what is there is of where the run was, not of where it is told to go on
         if world.is_main:
             leave_behind(folder, state.step, say=say)
-        if snapshots and looks:
+        if looks:
             snapshots.clear()
     checkpoints.share(model, optimizer, world, source=source)
     where = found.path if found and world.rank == source else f"the memory of rank {source}'s host"

@@ -76,9 +76,13 @@ class RunFolder:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / self.checkpoint_name(step)
 
+    @property
+    def identity(self) -> Path:
+        return self.path / ".id"
+
     def run_id(self) -> str:
         """A name that no other run has, not even a later one in a folder of the same path."""
-        path = self.path / ".id"
+        path = self.identity
         with suppress(OSError):
             if not path.exists():
                 replace_text(path, uuid.uuid4().hex)
@@ -143,11 +147,14 @@ class RunFolder:
         replace_text(self.status, json.dumps(status, indent=2) + "\n")
 
     def state(self) -> str:
-        """finished, stopped, failed or running; lost when it says running and its process is gone from this host."""
+        """finished, stopped, failed or running; lost when it says running and its process is gone from this host.
+
+        A supervisor that starts the ranks again is running, too.
+        """
         status = self.read_status()
         state = str(status.get("state", "new"))
         if (
-            state == "running"
+            state in ("running", "restarting")
             and status.get("host") == socket.gethostname()
             and not psutil.pid_exists(int(status.get("pid", 0)))
         ):

@@ -65,21 +65,26 @@ class Saver:
         optimizer: torch.optim.Optimizer,
         *,
         retention: Retention,
-        snapshots: Snapshots | None,
+        snapshots: Snapshots,
+        takes_snapshots: bool,
         about: dict[str, Any],
         tell: Callable[[str, dict[str, Any]], None],
+        waiting: Callable[[], None] = lambda: None,
         reached: Callable[[str], None] = lambda point: None,
     ) -> None:
         """
         about:   what the manifest says beside the files: versions, the config's hash
         tell:    (message, event) for the user: rank 0's goes to the console and events.jsonl
+        waiting: called again and again while training has to wait for the disk
         reached: told each named point of a save, for tests that kill the process there
         """
         self._folder, self._world, self._model, self._optimizer = folder, world, model, optimizer
-        self._retention, self._about, self._tell, self._reached = retention, about, tell, reached
-        self._snapshots = snapshots if world.place.local_rank == 0 else None
+        self._retention, self._about, self._tell = retention, about, tell
+        self._waiting, self._reached = waiting, reached
+        self._snapshots, self._takes_snapshots = snapshots, takes_snapshots and world.place.local_rank == 0
         self._token = str(world.on_main(lambda: uuid.uuid4().hex[:12]))
         self._writers = self._who_sees_the_folder()
+        self._identified = folder.identity.exists()
         self._staging = Staging(world.device)
         self._prepared: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
@@ -116,7 +121,7 @@ class Saver:
 
     def snapshot(self, state: RunState) -> None:
         """Begin to keep a copy in memory, unless the last save is still being written: then that one will do."""
-        if self._snapshots is None or self._busy() or not (self._prepared and self._prepared.done()):
+        if not self._takes_snapshots or self._busy() or not (self._prepared and self._prepared.done()):
             return
         tensors = tensors_of(self._model, self._optimizer)
         if why := self._snapshots.no_room(sum(t.nbytes for t in tensors.values())):
@@ -136,7 +141,7 @@ class Saver:
         """Those of this host: the run is saved on disk, or has gone back to an earlier step."""
         if self._snapshot is not None:
             self._snapshot.exception()  # wait for it
-        if self._snapshots is not None:
+        if self._world.place.local_rank == 0:
             self._snapshots.clear()
 
     def poll(self) -> None:
@@ -169,6 +174,7 @@ class Saver:
         """Until nothing is being written."""
         while self._busy():
             self.poll()
+            self._waiting()
             time.sleep(0.002)
         self.poll()
 
@@ -206,7 +212,7 @@ class Saver:
     def _to_stage(self) -> dict[str, Tensor]:
         """What this rank writes at all: its part of a checkpoint, or everything where it keeps snapshots."""
         tensors = tensors_of(self._model, self._optimizer)
-        if self._snapshots is not None:
+        if self._takes_snapshots:
             return tensors
         return {name: tensors[name] for name in self._part(tensors)}
 
@@ -220,8 +226,10 @@ class Saver:
         return RunState(**{**state.__dict__, "optimizer": optimizer_state(self._model, self._optimizer)[1]})
 
     def _write_part(self, own: dict[str, Tensor], aside: Path, part: int, state_bytes: int) -> FileFacts:
+        if self._identified and not self._folder.identity.exists():  # a folder of that name may be another disk's
+            raise FileNotFoundError(errno.ENOENT, "the run folder is gone", str(self._folder.path))
         if part == 0 and not aside.parent.exists():
-            aside.parent.mkdir()  # but not the run folder: if that is gone, so is the disk that held it
+            aside.parent.mkdir()
         free = shutil.disk_usage(aside.parent).free
         if free < state_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from drumline.causes import Cause, End, first_cause, hang_cause, read_end
 from drumline.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError, RunLostError
 from drumline.forked import STOP_SIGNALS, Ranks, end_server, start_server
-from drumline.heartbeat import ATTEMPT, Beat, Hang, Watch, read_pulse, read_run_dir
+from drumline.heartbeat import ATTEMPT, Beat, Hang, Watch, attempt_name, read_pulse, read_run_dir
 from drumline.meeting import Meeting
 from drumline.run_folder import RunFolder
 
@@ -90,7 +90,7 @@ class Supervisor(SimpleElasticAgent):
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
         group = self._worker_group
-        start_server()
+        start_server(group.spec.local_world_size)
         while True:
             self._may_raise = True
             self._check_stops()
@@ -116,7 +116,7 @@ class Supervisor(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
         self._attempts += 1
-        self._folder = self._scratch / f"attempt-{self._attempts}"
+        self._folder = self._scratch / attempt_name(self._attempts)
         self._folder.mkdir()
         self._ranks, self._watch = Ranks(), Watch(self._limit_s)
         self._hang = self._asked_s = None
