@@ -35,7 +35,7 @@ _WEIGHTS: dict[Fault, int] = {"kill": 7, "crash": 3, "stop": 3, "term": 1, "disk
 STEP_S = 0.1
 """What a step takes at least, so that it is a step of ordinary length that is broken, not a thousandth of a second."""
 MICRO_BATCHES = 4
-_GAP_S = 15.0
+_GAP_S = 18.0
 _QUIET_S = 4.0
 """Time between two faults, and before the first and after the last."""
 _ENVIRONMENT = "DRUMLINE_DRILL"
@@ -134,7 +134,8 @@ def run_drill(config: DrillConfig, *, say: Callable[[str], None]) -> DrillReport
         report.undisturbed_sha256 = _undisturbed(config, report.steps)
         say(f"training them again with {len(plan)} faults on {config.ranks} ranks, {config.minutes:g} minutes")
         run.start()
-        run.wait_for_steps(3)
+        if run.wait_for_steps(3) is None:
+            raise TrainingError("the run that is to be broken does not start", fix=f"look at {run.log}")
         began, draw = time.monotonic(), random.Random(config.seed + 1)
         for at_s, fault in plan:
             run.sleep(until=began + at_s)
@@ -151,7 +152,7 @@ def run_drill(config: DrillConfig, *, say: Callable[[str], None]) -> DrillReport
     if code != 0:
         raise TrainingError(
             f"the drilled run ended with code {code} at step {status.get('step')}: {status.get('cause', 'no cause')}",
-            fix=f"look at {config.folder / 'disturbed.log'}",
+            fix=f"look at {run.log}",
         )
     report.weights_sha256 = str(status.get("weights_sha256", ""))
     facts = {**asdict(report), "goodput": report.goodput, "held": report.held, "seed": config.seed}
@@ -251,7 +252,7 @@ def _command(config: DrillConfig, name: str, steps: int) -> Sequence[str]:
         "batch_size": 2,
         "global_batch_size": 2 * MICRO_BATCHES,
         "dropout": 0.1,
-        "save_every": 40,
+        "save_every": 20,
         "snapshot_every": 5,
         "eval_every": 200,
         "eval_windows": 4,

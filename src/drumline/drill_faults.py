@@ -46,7 +46,8 @@ class Outcome:
 
 
 def inject(fault: Fault, run: DrilledRun, draw: random.Random) -> Outcome:
-    """Break the run and watch it mend itself."""
+    """Break the run, once all its ranks train, and watch it mend itself."""
+    run.wait_for_steps(1, ranks=sum(run.shares))
     return _FAULTS[fault](run, draw)
 
 

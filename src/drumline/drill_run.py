@@ -39,7 +39,8 @@ class DrilledRun:
         self.launchers: list[subprocess.Popen[str] | None] = [None] * hosts
         self.lines: list[Line] = []
         self.step_times: list[float] = []
-        self._log = (folder / "disturbed.log").open("w", encoding="utf-8")
+        self.log = folder / "disturbed.log"
+        self._log = self.log.open("w", encoding="utf-8")
 
     def __enter__(self) -> DrilledRun:
         return self

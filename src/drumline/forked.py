@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
@@ -19,6 +22,7 @@ from drumline.heartbeat import Pulse, die_with_parent
 from drumline.records import tell
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+_LONGEST_TMPDIR = 60
 _PRELOAD = [
     "drumline.preload",  # first of all: the rest takes seconds
     "torch._dynamo",
@@ -74,9 +78,19 @@ def start_server(nproc: int) -> None:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 1) // nproc)))
     _CONTEXT.set_forkserver_preload(_PRELOAD)
+    _keep_paths_short()
     resource_tracker.ensure_running()  # started with the server it would let the signals through again
     with _blocked(STOP_SIGNALS):  # what is blocked now stays so in the server: Ctrl-C is the launcher's business
         forkserver.ensure_running()
+
+
+def _keep_paths_short() -> None:
+    """multiprocessing keeps its sockets in TMPDIR, whose path may be longer than a socket's may be."""
+    settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if settings.get("tempdir") is None and len(tempfile.gettempdir()) > _LONGEST_TMPDIR:
+        short = next(folder for folder in ("/tmp", "/dev/shm") if os.access(folder, os.W_OK))
+        settings["tempdir"] = tempfile.mkdtemp(prefix="drumline-", dir=short)
+        atexit.register(shutil.rmtree, settings["tempdir"], ignore_errors=True)
 
 
 def end_server() -> None:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler
+from torch.distributed.elastic.rendezvous import RendezvousHandler, dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -25,7 +25,7 @@ Change = Literal["", "joined", "moved on", "left", "cut off"]
 
 _RUN_ID = "drumline"
 _LOOK_S, _SILENT_S, _DEAD_S, _GONE_S, _GOODBYE_S = 0.3, 4.0, 3.5, 2.5, 30.0
-_CAUSE_S = 1.0
+_CAUSE_S, _ASK_S = 1.0, 0.1
 _TIMEOUT = RendezvousTimeout(join=timedelta(days=365), last_call=timedelta(seconds=1))
 
 
@@ -77,6 +77,14 @@ class Meeting(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+def _brief_delay(seconds: float | tuple[float, float]) -> None:
+    time.sleep(_ASK_S)
+
+
+# Torch's rendezvous asks for news once a second, which is most of a restart; a few hundred hosts may ask more often.
+dynamic_rendezvous._delay = _brief_delay  # type: ignore[attr-defined]
 
 
 class HostsMeeting(Meeting):

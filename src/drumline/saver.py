@@ -227,7 +227,7 @@ class Saver:
 
     def _write_part(self, own: dict[str, Tensor], aside: Path, part: int, state_bytes: int) -> FileFacts:
         if self._identified and not self._folder.identity.exists():  # a folder of that name may be another disk's
-            raise FileNotFoundError(errno.ENOENT, "the run folder is gone", str(self._folder.path))
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder.path))
         if part == 0 and not aside.parent.exists():
             aside.parent.mkdir()
         free = shutil.disk_usage(aside.parent).free
