@@ -41,6 +41,7 @@ def main() -> None:
                 outcomes = []
                 for number in range(repeat):
                     run.sleep(until=time.monotonic() + 1.0)
+                    run.wait_for_steps(1, ranks=2)
                     outcomes.append(inject(fault, run, random.Random(number)))
                 report(outcomes)
             launchers(run, repeat)

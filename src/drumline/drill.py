@@ -38,6 +38,7 @@ MICRO_BATCHES = 4
 _GAP_S = 18.0
 _QUIET_S = 4.0
 """Time between two faults, and before the first and after the last."""
+_STEPS_PER_FAULT = 60
 _ENVIRONMENT = "DRUMLINE_DRILL"
 REPORT = "drill.json"
 
@@ -127,8 +128,8 @@ def run_drill(config: DrillConfig, *, say: Callable[[str], None]) -> DrillReport
     shutil.rmtree(config.folder, ignore_errors=True)
     config.folder.mkdir(parents=True)
     (config.folder / REPORT).write_text("{}\n", encoding="utf-8")
-    report = DrillReport(steps=max(50, round(config.minutes * 60 * 0.92 / STEP_S)))
     plan = schedule(config)
+    report = DrillReport(steps=max(_STEPS_PER_FAULT * len(plan), round(config.minutes * 60 * 0.92 / STEP_S)))
     with drilled_run(config, steps=report.steps) as run:
         say(f"training {report.steps:,} steps undisturbed, to know what must come out")
         report.undisturbed_sha256 = _undisturbed(config, report.steps)
@@ -139,8 +140,8 @@ def run_drill(config: DrillConfig, *, say: Callable[[str], None]) -> DrillReport
         began, draw = time.monotonic(), random.Random(config.seed + 1)
         for at_s, fault in plan:
             run.sleep(until=began + at_s)
-            if run.is_over():
-                break
+            if run.wait_for_steps(1, ranks=config.ranks) is None:
+                break  # it has ended; or does not come back, and then its end says so
             outcome = inject(fault, run, draw)
             report.outcomes.append(outcome)
             say(describe(outcome))

@@ -46,8 +46,7 @@ class Outcome:
 
 
 def inject(fault: Fault, run: DrilledRun, draw: random.Random) -> Outcome:
-    """Break the run, once all its ranks train, and watch it mend itself."""
-    run.wait_for_steps(1, ranks=sum(run.shares))
+    """Break the run, all of whose ranks are training, and watch it mend itself."""
     return _FAULTS[fault](run, draw)
 
 
