@@ -11,14 +11,16 @@ SOURCE = Path(drumline.__file__).parent
 ORDER = """
 errors disk
 config
-config_file presets plugins run_folder heartbeat causes
+config_file presets bench_config plugins run_folder heartbeat causes
 text_files text_hub text corpus token_manifest tokenizer tokens prepare
-model optim hardware cluster agreement records trackers plots
+fused_cross_entropy linear_cross_entropy fused_ops model hardware fused_gpt
+muon optim cluster agreement records trackers plots
 batches parallel step storage checkpoints retention snapshots staging saver export resume guard evaluate training_data
 loop
 trainer sample runs pretrain dry_run inference checkpoint_commands terminal
+ceilings workload bench_memory bench bench_report
 forked preload leader meeting supervisor launch drill_run drill_faults drill
-cli_checkpoint cli __main__
+cli_bench cli_checkpoint cli __main__
 """.split()
 
 

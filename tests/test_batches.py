@@ -134,3 +134,19 @@ def test_mix_gives_different_seeds_for_different_places() -> None:
     seeds = {mix(seed, step, micro) for seed in range(5) for step in range(50) for micro in range(8)}
     assert len(seeds) == 5 * 50 * 8
     assert mix(0, 1) != mix(1, 0)
+
+
+def test_short_contexts_are_the_same_tokens_in_the_same_order_until_their_last_step() -> None:
+    whole, short = (TokenBatches(token_file(101), BatchPlan(3, 2), context=8, seed=0) for _ in range(2))
+    short.short_steps = 2
+    for step in range(4):
+        for expected, found in zip(whole.micro_batch(step, 1)[:2], short.micro_batch(step, 1)[:2], strict=True):
+            assert found.shape == ((12, 2) if step < 2 else (3, 8)) and found.shape[1] == short.context_of(step)
+            assert torch.equal(found.flatten(), expected.flatten())
+
+
+def test_documents_stay_apart_in_short_contexts() -> None:
+    short = TokenBatches(token_file(41, end_of_text=3), BatchPlan(2, 1), context=8, seed=0, document_mask=True)
+    short.short_steps = 1
+    inputs, _, documents = short.micro_batch(0, 0)
+    assert documents is not None and documents.shape == inputs.shape == (8, 2)

@@ -151,7 +151,12 @@ def test_runs_lists_each_run_with_its_state_and_last_loss(train: Train, capsys: 
     assert run_command(["runs"]) == 0
     assert "no runs in runs" in capsys.readouterr().out
     assert train() == 0
-    assert train("--lr", "1e30", "--max_nonfinite", "1", "--grad_clip", "0", "--run_dir", "runs/bad") == 3
+    assert (
+        train(
+            "--recipe", "classic", "--lr", "1e30", "--max_nonfinite", "1", "--grad_clip", "0", "--run_dir", "runs/bad"
+        )
+        == 3
+    )
     status = json.loads(Path("runs/modern-tiny/status.json").read_text())
     Path("runs/gone").mkdir()
     Path("runs/gone/config.toml").write_text("")

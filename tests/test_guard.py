@@ -391,7 +391,9 @@ def test_rules_that_make_no_sense_are_refused(
 
 
 def test_the_command_line_goes_back_and_gives_up_with_two_lines(here: Path, text: Path) -> None:
-    flags = small("--train_data_path", "text", "--run_dir", "run", "--lr", "1e30", "--grad_clip", "0")
+    flags = small(
+        "--train_data_path", "text", "--run_dir", "run", "--lr", "1e30", *"--grad_clip 0 --recipe classic".split()
+    )
     rules = ["--on_nonfinite", "rollback", "--max_rollbacks", "1", "--spike_factor", "50", "--save_every", "2"]
     outcomes = train_ranks(2, *flags, *rules)
     assert [outcome.code for outcome in outcomes] == [EXIT_FAILED] * 2

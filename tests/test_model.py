@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drumline.errors import ConfigError
-from drumline.model import GPT, GPTConfig, KVCache, summed_cross_entropy
+from drumline.model import GPT, GPTConfig, KVCache
+from drumline.sample import SampleConfig, generate
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -31,7 +32,11 @@ MODERN = replace(
     tie_embeddings=False,
 )
 RELU2 = replace(MODERN, activation="relu2", n_kv_heads=None)
-FAMILIES = pytest.mark.parametrize("config", [CLASSIC, MODERN, RELU2], ids=["classic", "modern", "relu2"])
+RECIPE = replace(MODERN, init="zero", norm_weights=False, softcap=15.0, value_tables=3)
+FAMILIES = pytest.mark.parametrize(
+    "config", [CLASSIC, MODERN, RELU2, RECIPE], ids=["classic", "modern", "relu2", "recipe"]
+)
+OPTIONS: dict[str, Any] = {"init": "zero", "norm_weights": False, "softcap": 2.0, "value_tables": 2}
 
 
 def random_gpt(config: GPTConfig) -> GPT:
@@ -249,19 +254,6 @@ def test_targets_give_the_sum_whose_mean_the_labels_give(config: GPTConfig) -> N
     torch.testing.assert_close(total, mean * (targets != -100).sum())
 
 
-def test_positions_that_do_not_count_have_no_gradient_and_the_sum_is_the_same_bits_each_time() -> None:
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(3, 300, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
-    targets = torch.randint(50, (3, 300))
-    targets[1] = -100
-    results = []
-    for _ in range(3):
-        loss = summed_cross_entropy(hidden, weight, targets)
-        results.append((loss.detach(), *torch.autograd.grad(loss, (hidden, weight))))
-    assert results[0][1][1].abs().max() == 0 and results[0][1][0].abs().max() > 0
-    assert all(torch.equal(a, b) for again in results[1:] for a, b in zip(results[0], again, strict=True))
-
-
 @FAMILIES
 def test_every_weight_gets_a_gradient_and_only_weights_are_saved(config: GPTConfig) -> None:
     model = random_gpt(config).train()
@@ -283,6 +275,68 @@ def test_a_new_model_starts_near_uniform_with_small_residual_projections() -> No
     assert all(weight.abs().max() == 0 for name, weight in weights.items() if name.endswith("bias"))
     _, loss = model(tokens(4, 32), labels=tokens(4, 32))
     assert loss.item() == pytest.approx(torch.tensor(97.0).log().item(), abs=0.1)
+
+
+def test_with_zero_init_the_residual_stream_starts_as_the_embedding_and_all_tokens_are_alike() -> None:
+    torch.manual_seed(0)
+    model, ids = GPT(RECIPE), tokens(2, 16)
+    with torch.no_grad():
+        embedded = torch.nn.functional.rms_norm(model.token_embedding(ids), (32,), eps=1e-6)
+        assert_close(model.hidden(ids), embedded)
+    assert model.token_embedding.weight.std().item() == pytest.approx(1.0, rel=0.05)
+    assert logits_of(model, ids).abs().max() == 0
+    tied = GPT(replace(RECIPE, tie_embeddings=True))
+    assert tied.token_embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    moved = {name for name, weight in model.named_parameters() if weight.abs().max() > 0}
+    assert not any(name.endswith(("out.weight", "down.weight", "head.weight")) or "value" in name for name in moved)
+
+
+def test_without_norm_weights_norms_have_nothing_to_learn_and_scale_as_before() -> None:
+    for config in (CLASSIC, MODERN):
+        bare = GPT(replace(config, norm_weights=False)).eval()
+        full = GPT(config).eval()
+        assert not [name for name, _ in bare.named_parameters() if "norm" in name]
+        full.load_state_dict(bare.state_dict(), strict=False)  # whose norms are still ones and zeros
+        assert_close(logits_of(bare, tokens(2, 12)), logits_of(full, tokens(2, 12)))
+
+
+def test_capped_logits_stay_below_the_cap_in_the_same_order_in_both_losses() -> None:
+    open_, capped = random_gpt(MODERN), random_gpt(replace(MODERN, softcap=2.0))
+    ids = tokens(2, 12)
+    before, after = logits_of(open_, ids), logits_of(capped, ids)
+    assert before.abs().max() > 2.0 > after.abs().max()
+    assert_close(after, 2.0 * torch.tanh(before / 2.0))
+    total = capped(ids, targets=ids)[1]
+    assert_close(total, torch.nn.functional.cross_entropy(after.flatten(0, 1), ids.flatten(), reduction="sum"), 1e-3)
+
+
+def test_value_tables_serve_the_first_and_the_last_layers_and_are_no_product() -> None:
+    deep = replace(CLASSIC, n_layers=5)
+    plain, tabled = GPT(deep), GPT(replace(deep, value_tables=2))
+    values = tabled.extra_values(tokens(1, 4))
+    assert sorted(values) == [0, 1, 3, 4] and values[0] is values[3] and values[1] is values[4]
+    assert tabled.num_parameters() == plain.num_parameters() + 2 * 97 * 32
+    assert tabled.num_parameters(embedding=False) == plain.num_parameters(embedding=False)
+    assert tabled.flops_per_token(32) == plain.flops_per_token(32)
+    assert len(GPT(replace(deep, n_layers=1, value_tables=3)).value_tables) == 1
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@FAMILIES
+def test_each_option_changes_the_model_and_samples_alike_with_and_without_the_cache(
+    config: GPTConfig, option: str
+) -> None:
+    off = {name: getattr(GPTConfig(), name) for name in OPTIONS}
+    without = replace(config, **off)
+    changed = random_gpt(replace(without, **{option: OPTIONS[option]}))
+    ids = tokens(1, 8)
+    assert not torch.equal(logits_of(random_gpt(without), ids), logits_of(changed, ids))
+    settings_ = SampleConfig(max_tokens=40, temperature=0.0)  # past the 32 positions
+    cached, recomputed = (
+        list(generate(changed, [1, 2, 3], settings_, end_of_text=None, use_cache=use_cache))
+        for use_cache in (True, False)
+    )
+    assert cached == recomputed and len(cached) == 40
 
 
 @FAMILIES
@@ -328,7 +382,8 @@ import warnings, torch
 from drumline.model import GPT, GPTConfig
 warnings.simplefilter("error")
 modern = dict(positions="rope", norm="rmsnorm", activation="swiglu", qk_norm=True, bias=False, n_kv_heads=2)
-for family in ({}, modern):
+recipe = dict(modern, tie_embeddings=False, norm_weights=False, softcap=15.0, value_tables=1)
+for family in ({}, modern, recipe):
     model = GPT(GPTConfig(vocab_size=97, n_layers=2, n_heads=4, d_model=32, d_ff=80, **family))
     ids = torch.arange(60).view(2, 30)
     exact = model(ids, targets=ids)[1]

@@ -1,14 +1,19 @@
-"""The learning rate as a pure function, and who is decayed."""
+"""The learning rate as a pure function; which weights are trained by what, at which rate, and decayed."""
 
 import itertools
 import math
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from drumline.config import GPTConfig, OptimConfig
 from drumline.model import GPT
-from drumline.optim import learning_rate, make_optimizer
+from drumline.muon import Muon
+from drumline.optim import learning_rate, make_optimizer, parameters_by_kind
+from drumline.parallel import Plain
+from drumline.step import Precision, train_step
 
 
 def curve(schedule: str, **settings: object) -> list[float]:
@@ -60,3 +65,52 @@ def test_a_frozen_parameter_is_left_out() -> None:
         torch.Size([2])
     ]
     assert math.isclose(make_optimizer(model, OptimConfig(lr=1.0)).param_groups[0]["lr"], 1.0)
+
+
+def gpt(**settings: Any) -> GPT:
+    shape = {"vocab_size": 64, "max_position_embeddings": 8, "n_layers": 1, "n_heads": 2, "d_model": 8, "d_ff": 16}
+    return GPT(GPTConfig(**{**shape, **settings}))
+
+
+def test_each_kind_of_weight_has_its_own_rate_and_all_follow_one_schedule() -> None:
+    model = gpt(tie_embeddings=False, value_tables=1)
+    optim = OptimConfig(lr=0.02, optimizer="muon", embedding_lr=0.3, head_lr=0.004)
+    optimizer = make_optimizer(model, optim)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    found = {name: rates[id(p)] for name, p in model.named_parameters()}
+    assert {name: rate for name, rate in found.items() if "embedding" in name or "table" in name} == dict.fromkeys(
+        ("token_embedding.weight", "position_embedding.weight", "value_tables.0.weight"), 0.3
+    )
+    assert found["head.weight"] == found["final_norm.weight"] == found["blocks.0.attention.out.bias"] == 0.004
+    assert {found[f"blocks.0.{name}.weight"] for name in ("attention.qkv", "feed_forward.down")} == {0.02}
+    before = {id(p): group["lr_ratio"] for group in optimizer.param_groups[1:] for p in group["params"]}
+    assert all(rates[p] == pytest.approx(0.02 * ratio) for p, ratio in before.items())
+    step = partial(train_step, model, optimizer, [torch.arange(8)[None]], _loss, Plain(model), weight=8)
+    step(precision=Precision.of(torch.device("cpu"), torch.float32), lr=0.01, grad_clip=0.0)
+    assert {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]} == pytest.approx(
+        {p: rate / 2 for p, rate in rates.items()}
+    )
+
+
+def _loss(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(ids, targets=ids)[1]
+    return loss
+
+
+def test_a_tied_embedding_is_trained_as_the_head_it_is() -> None:
+    model = gpt()
+    kinds = parameters_by_kind(model)
+    assert [id(p) for p in kinds["head"]] == [id(model.token_embedding.weight)] and len(kinds["embeddings"]) == 1
+
+
+def test_muon_takes_the_matrices_and_a_model_without_any_is_adamws() -> None:
+    optimizer = make_optimizer(gpt(), OptimConfig(lr=0.1, optimizer="muon"))
+    assert isinstance(optimizer, Muon) and {p.dim() for p in optimizer.param_groups[0]["params"]} == {2}
+    norm = torch.nn.LayerNorm(4)
+    assert isinstance(make_optimizer(norm, OptimConfig(lr=0.1, optimizer="muon")), torch.optim.AdamW)
+
+
+def test_kernels_of_more_than_two_dimensions_are_decayed_and_left_to_adamw() -> None:
+    convolution = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 2), torch.nn.Flatten(), torch.nn.Linear(12, 2))
+    groups = make_optimizer(convolution, OptimConfig(lr=0.1, optimizer="muon", weight_decay=0.5)).param_groups
+    assert {p.dim(): group["weight_decay"] for group in groups for p in group["params"]} == {2: 0.5, 4: 0.5, 1: 0.0}

@@ -175,10 +175,8 @@ def test_accumulated_micro_batches_give_the_curve_of_one_large_batch(train: Trai
 
 
 def test_documents_that_break_a_run_are_named(train: Train, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        train("--lr", "1e30", "--grad_clip", "0", "--max_nonfinite", "2", "--run_dir", "run", "--total_steps", "50")
-        == EXIT_FAILED
-    )
+    flags = "--recipe classic --lr 1e30 --grad_clip 0 --max_nonfinite 2 --run_dir run --total_steps 50"
+    assert train(*flags.split()) == EXIT_FAILED
     error = capsys.readouterr().err
     assert "2 such steps in a row" in error and ".txt" in error and "lower --lr" in error
     assert RunFolder(Path("run")).read_status()["state"] == "failed"
@@ -249,3 +247,14 @@ def test_a_compiled_model_gives_the_same_curve(train: Train) -> None:
         for run in ("plain", "compiled")
     ]
     assert names[0] == names[1]
+
+
+def test_short_contexts_come_first_and_a_context_that_cannot_be_divided_is_refused(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--short_contexts", "0.5", "--run_dir", "run") == 0
+    assert "; the first 3 in contexts of 4" in capsys.readouterr().out
+    assert train("--short_contexts", "0", "--run_dir", "other") == 0
+    assert sha256(Path("run")) != sha256(Path("other"))
+    assert train("--short_contexts", "0.5", "--context", "14", "--run_dir", "odd") == 1
+    assert "a context of 14 tokens cannot be read as 4 short ones" in capsys.readouterr().err

@@ -152,8 +152,18 @@ def items_of(batches: Batches, seed: int, step: int, index: int | None = None) -
     return visit_order(np.arange(start, start + count, dtype=np.int64), items=batches.items, seed=seed)
 
 
+SHORTER = 4
+"""How many short windows a window is read as, in the steps that do so."""
+
+
 class TokenBatches:
-    """Windows of `context` tokens from a token file; a window's targets are its tokens moved on by one."""
+    """Windows of `context` tokens from a token file; a window's targets are its tokens moved on by one.
+
+    Steps before `short_steps` read each window as four, one after the other, that do not see each other: the same
+    tokens and targets, in the same order.
+    """
+
+    short_steps = 0
 
     def __init__(
         self, tokens: TokenFile, plan: BatchPlan, *, context: int, seed: int, document_mask: bool = False
@@ -176,8 +186,16 @@ class TokenBatches:
 
     def micro_batch(self, step: int, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """inputs int64 (B, T), targets int64 (B, T), document ids int64 (B, T) or None"""
-        windows = items_of(self, self._seed, step, index)
-        return window_batch(self._tokens, windows.tolist(), context=self._context, end_of_text=self._end_of_text)
+        windows = items_of(self, self._seed, step, index).tolist()
+        inputs, targets, documents = window_batch(
+            self._tokens, windows, context=self._context, end_of_text=self._end_of_text
+        )
+        rows = (-1, self.context_of(step))
+        return inputs.reshape(rows), targets.reshape(rows), None if documents is None else documents.reshape(rows)
+
+    def context_of(self, step: int) -> int:
+        """Tokens that a sequence of this step has."""
+        return self._context // SHORTER if step < self.short_steps else self._context
 
     def names(self, step: int, index: int | None = None) -> list[str]:
         found: dict[str, None] = {}

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.config import Dict
 
+from drumline.cli_bench import bench
 from drumline.cli_checkpoint import checkpoint
 from drumline.config import (
     BatchConfig,
@@ -46,6 +47,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 app.command(checkpoint)
+app.command(bench)
 
 
 @app.command

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from drumline.errors import ConfigError
@@ -11,6 +11,9 @@ from drumline.errors import ConfigError
 Positions = Literal["learned", "rope"]
 Norm = Literal["layernorm", "rmsnorm"]
 Activation = Literal["gelu", "swiglu", "relu2"]
+Init = Literal["gpt2", "zero"]
+Recipe = Literal["classic", "modern"]
+OptimizerName = Literal["adamw", "muon"]
 OnError = Literal["stop", "skip"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
@@ -68,6 +71,14 @@ class GPTConfig:
     """Bias terms in linear layers and LayerNorm, as GPT-2 has."""
     tie_embeddings: bool = True
     """Use the token embedding as the output matrix too."""
+    init: Init = "gpt2"
+    """First weights: GPT-2's, or projections (whatever writes into the residual stream) and an untied head at zero."""
+    norm_weights: bool = True
+    """Learned weights in norms."""
+    softcap: float = 0.0
+    """What no logit exceeds, approached smoothly (tanh); 0: no limit."""
+    value_tables: int = 0
+    """Embeddings of the token that are added to attention's values in as many of the first and last layers."""
     rope_theta: float = 10_000.0
     """Base wavelength of rotary positions."""
 
@@ -90,6 +101,7 @@ class GPTConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout {self.dropout} is not a probability below 1", fix="use --dropout 0.0 to 0.9")
+        _check(self, softcap=0.0 <= self.softcap < math.inf, value_tables=self.value_tables >= 0)
 
     @property
     def kv_heads(self) -> int:
@@ -106,6 +118,8 @@ class ModelSettings:
 
     preset: str = "modern-tiny"
     """A shape and defaults that suit it; `drumline train --help` ends with the list."""
+    recipe: Recipe | None = None
+    """Defaults for how it starts, what it adds to the block, its optimizer and schedule. Default: the preset's."""
     model: str = "gpt"
     """gpt, or package.module:name of a function: GPTConfig -> nn.Module."""
     context: int | None = None
@@ -133,7 +147,15 @@ class ModelSettings:
     bias: bool | None = None
     """Bias terms in linear layers and LayerNorm. Default: the preset's."""
     tie_embeddings: bool | None = None
-    """Use the token embedding as the output matrix too. Default: the preset's."""
+    """Use the token embedding as the output matrix too. Default: the recipe's."""
+    init: Init | None = None
+    """First weights: GPT-2's, or projections and an untied head at zero. Default: the recipe's."""
+    norm_weights: bool | None = None
+    """Learned weights in norms. Default: the recipe's."""
+    softcap: float | None = None
+    """What no logit exceeds, approached smoothly; 0: no limit. Default: the recipe's."""
+    value_tables: int | None = None
+    """Token embeddings added to attention's values, in as many first and last layers. Default: the recipe's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +196,13 @@ class BatchConfig:
     """Optimizer steps to train. Default: the preset's, or one epoch."""
     epochs: float | None = None
     """Passes over the training data, instead of total_steps."""
+    short_contexts: float | None = None
+    """The share of the run, from its start, that reads each sequence as four short ones. Default: the recipe's."""
 
     def __post_init__(self) -> None:
         _positive(self, "batch_size", "gradient_accumulation_steps", "global_batch_size", "total_steps")
         _check(self, epochs=self.epochs is None or 0.0 < self.epochs < math.inf)
+        _check(self, short_contexts=self.short_contexts is None or 0.0 <= self.short_contexts <= 1.0)
         if self.total_steps is not None and self.epochs is not None:
             raise ConfigError(
                 f"total_steps {self.total_steps} and epochs {self.epochs} both set the length of the run",
@@ -187,47 +212,49 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW and its learning rate, which is a function of the step alone."""
+    """The optimizer and its learning rates, which are functions of the step alone."""
 
+    optimizer: OptimizerName | None = None
+    """AdamW for all weights, or Muon for the matrices and AdamW for the others. Default: the recipe's."""
     lr: float | None = None
-    """Peak learning rate. Default: the preset's."""
+    """Peak learning rate; with Muon, that of the matrices. Default: the preset's, for either optimizer."""
+    embedding_lr: float | None = None
+    """Peak learning rate of embeddings. Default: the recipe's, or lr."""
+    head_lr: float | None = None
+    """Peak learning rate of the output matrix, norms and biases. Default: the recipe's, or lr."""
     scale_lr: ScaleLr = "none"
-    """Scale lr with the size of a step: by global batch / base_batch_size (linear), or its square root."""
+    """Scale all rates with the size of a step: by global batch / base_batch_size (linear), or its square root."""
     base_batch_size: int | None = None
     """Sequences per step that lr is meant for, with scale_lr."""
-    schedule: Schedule = "cosine"
-    """After warmup: half a cosine, stable then linear decay (wsd), or constant."""
+    schedule: Schedule | None = None
+    """After warmup: half a cosine, stable then linear decay (wsd), or constant. Default: the recipe's."""
     warmup_steps: int | None = None
-    """Steps of linear warmup. Default: a fiftieth of the run."""
-    min_lr_ratio: float = 0.1
-    """Where cosine and wsd end, as a share of the peak."""
-    decay_fraction: float = 0.2
-    """The share of the run that wsd spends decaying."""
-    weight_decay: float = 0.1
-    """Decay of matrices; norms and biases are never decayed."""
-    beta1: float = 0.9
-    """AdamW's memory of the gradient."""
-    beta2: float = 0.95
-    """AdamW's memory of its square."""
-    eps: float = 1e-8
-    """AdamW's guard against division by zero."""
-    grad_clip: float = 1.0
-    """Largest norm of the gradient; 0 turns clipping off."""
+    """Steps of linear warmup. Default: the recipe's, or a fiftieth of the run."""
+    min_lr_ratio: float | None = None
+    """Where cosine and wsd end, as a share of the peak. Default: the recipe's."""
+    decay_fraction: float | None = None
+    """The share of the run that wsd spends decaying. Default: the recipe's."""
+    weight_decay: float | None = None
+    """Decay of matrices; norms and biases are never decayed. Default: the recipe's."""
+    momentum: float | None = None
+    """Muon's memory of the gradient, after 100 steps of growing from 0.85. Default: the recipe's."""
+    beta1: float | None = None
+    """AdamW's memory of the gradient. Default: the recipe's."""
+    beta2: float | None = None
+    """AdamW's memory of its square. Default: the recipe's."""
+    eps: float | None = None
+    """AdamW's guard against division by zero. Default: the recipe's."""
+    grad_clip: float | None = None
+    """Largest norm of the gradient; 0 turns clipping off. Default: the recipe's."""
 
     def __post_init__(self) -> None:
-        _check(
-            self,
-            lr=self.lr is None or 0.0 < self.lr < math.inf,
-            base_batch_size=self.base_batch_size is None or self.base_batch_size >= 1,
-            warmup_steps=self.warmup_steps is None or self.warmup_steps >= 0,
-            min_lr_ratio=0.0 <= self.min_lr_ratio <= 1.0,
-            decay_fraction=0.0 < self.decay_fraction <= 1.0,
-            weight_decay=0.0 <= self.weight_decay < math.inf,
-            beta1=0.0 <= self.beta1 < 1.0,
-            beta2=0.0 <= self.beta2 < 1.0,
-            eps=0.0 <= self.eps < math.inf,
-            grad_clip=0.0 <= self.grad_clip < math.inf,
-        )
+        given = {name: value for name, value in asdict(self).items() if isinstance(value, int | float)}
+        above_0 = given.keys() & {"lr", "embedding_lr", "head_lr", "base_batch_size", "decay_fraction"}
+        below_1 = given.keys() & {"momentum", "beta1", "beta2"}
+        at_most_1 = given.keys() & {"min_lr_ratio", "decay_fraction"}
+        _check(self, **{name: 0.0 <= value < math.inf for name, value in given.items()})
+        _check(self, **{name: given[name] > 0.0 for name in above_0})
+        _check(self, **{name: given[name] < 1.0 for name in below_1}, **{n: given[n] <= 1.0 for n in at_most_1})
         if (self.scale_lr == "none") != (self.base_batch_size is None):
             raise ConfigError(
                 f"scale_lr {self.scale_lr} and base_batch_size {self.base_batch_size} belong together",

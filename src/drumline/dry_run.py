@@ -10,6 +10,7 @@ from drumline.batches import plan_batches
 from drumline.config import TrainConfig
 from drumline.config_file import to_toml
 from drumline.hardware import pick_device, pick_dtype
+from drumline.optim import parameters_by_kind
 from drumline.presets import preset, with_preset
 from drumline.records import count
 from drumline.runs import build_model, choose_folder
@@ -30,7 +31,9 @@ def describe(config: TrainConfig) -> str:
     vocab_size = (tokens.vocab_size if tokens else None) or config.data.vocab_size
     assert vocab_size and model.context and model.n_layers and model.d_model
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in build_model(config, vocab_size=vocab_size).parameters())
+        shapes = build_model(config, vocab_size=vocab_size)
+    parameters = sum(p.numel() for p in shapes.parameters())
+    by_muon = sum(p.numel() for p in parameters_by_kind(shapes)["matrices"]) if config.optim.optimizer == "muon" else 0
     steps, length = config.batch.total_steps, f"{config.batch.total_steps or 0:,}"
     if steps is None:
         length = f"{config.batch.epochs:g} epochs, counted once the text is prepared"
@@ -39,6 +42,7 @@ def describe(config: TrainConfig) -> str:
             length = f"{steps:,} ({config.batch.epochs:g} epochs of {count(len(tokens))} tokens)"
     state, activations = memory_bytes(
         parameters,
+        by_muon=by_muon,
         tokens=plan.micro_batch * model.context,
         n_layers=model.n_layers,
         d_model=model.d_model,
@@ -60,9 +64,19 @@ def describe(config: TrainConfig) -> str:
 
 
 def memory_bytes(
-    parameters: int, *, tokens: int, n_layers: int, d_model: int, vocab_size: int, value_bytes: int
+    parameters: int,
+    *,
+    by_muon: int = 0,
+    tokens: int,
+    n_layers: int,
+    d_model: int,
+    vocab_size: int,
+    value_bytes: int,
 ) -> tuple[int, int]:
-    """An estimate: (weights, gradients and AdamW's two moments in float32; activations and logits of a micro-batch)."""
+    """An estimate: (weights, gradients and the optimizer's state in float32; activations and logits of a micro-batch).
+
+    AdamW keeps two moments of each weight, Muon one of the `by_muon` weights that are its own.
+    """
     activations = tokens * n_layers * d_model * _LAYER_ACTIVATIONS * value_bytes
     logits = 2 * tokens * vocab_size * 4
-    return 16 * parameters, activations + logits
+    return 16 * parameters - 4 * by_muon, activations + logits

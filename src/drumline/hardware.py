@@ -47,6 +47,11 @@ def pick_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
     return dtype
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is an H100, an H200 or their like, which some kernels are made for."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def fix_arithmetic(device: torch.device) -> None:
     """Make results independent of the threads a launcher gave us, and of the order in which a GPU's threads add."""
     torch.set_num_threads(1)  # a matrix product cut over another number of threads rounds differently

@@ -85,7 +85,8 @@ class Loop:
     """What must not change while a run goes on, beside what every run has."""
     config_sha256: str = ""
     """Of the settings, for the checkpoints' manifests."""
-    flops_per_item: float | None = None
+    flops_per_item: Callable[[int], float] | None = None
+    """Of each step."""
     records: Records | None = None
     """Where to report; None: the run folder and the console."""
 
@@ -312,7 +313,7 @@ class Loop:
         }
         peak = peak_flops(self.precision.device, self.precision.dtype)
         if self.flops_per_item and peak:
-            record["mfu"] = steps_per_s * plan.sequences * self.flops_per_item / (peak * self.world.size)
+            record["mfu"] = steps_per_s * plan.sequences * self.flops_per_item(step - 1) / (peak * self.world.size)
         if self._guard.skipped_steps:
             record["skipped_steps"] = self._guard.skipped_steps
         return record

@@ -11,6 +11,8 @@ H query heads, K key/value heads, W width of a head.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from drumline.config import GPTConfig
 from drumline.errors import ConfigError
+from drumline.linear_cross_entropy import IGNORED, capped, linear_cross_entropy
 
 __all__ = [
     "GPT",
@@ -26,11 +29,7 @@ __all__ = [
     "GPTConfig",
     "KVCache",
     "TransformerBlock",
-    "summed_cross_entropy",
 ]
-
-IGNORED = -100
-"""A label or target that does not count towards the loss."""
 
 
 class GPT(nn.Module):
@@ -48,17 +47,19 @@ class GPT(nn.Module):
         self.register_buffer("rope", None if learned else rope_table(config), persistent=False)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
+        self.value_tables = nn.ModuleList(
+            nn.Embedding(config.vocab_size, config.kv_heads * config.head_width)
+            for _ in range(min(config.value_tables, (config.n_layers + 1) // 2))
+        )
         self.final_norm = make_norm(config, config.d_model)
         self.head = None if config.tie_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Normal with deviation 0.02; what writes into the residual stream starts smaller, the more layers do so."""
-        residual_std = 0.02 / math.sqrt(2 * self.config.n_layers)
+        """Draw the first weights; biases start at zero."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                writes_residual = name.endswith(("attention.out", "feed_forward.down"))
-                nn.init.normal_(module.weight, std=residual_std if writes_residual else 0.02)
+                nn.init.normal_(module.weight, std=initial_std(name, self.config))
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
 
@@ -90,7 +91,7 @@ class GPT(nn.Module):
             )
         hidden = self.hidden(input_ids, documents=merge_documents(attention_mask, document_ids), cache=cache)
         if targets is not None:
-            return None, summed_cross_entropy(hidden, self.head_weight, targets)
+            return None, linear_cross_entropy(hidden, self.head_weight, targets, softcap=self.config.softcap)
         logits = self.logits(hidden)
         if labels is None:
             return logits, None
@@ -115,27 +116,44 @@ class GPT(nn.Module):
         x = self.token_embedding(input_ids)  # (B, T, D)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions(input_ids, documents, past=past))  # (B, T, D) + (T or B T, D)
+        if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
+            x = x.bfloat16()  # the residual stream too: reading and writing it is a large part of a step's time
         x = self.dropout(x)
         # Rotary positions are relative, so they need not restart with each document.
         rope = None if self.rope is None else self.rope[:, past : past + length]  # (2, T, W / 2)
         mask = attention_mask_for(documents, length, past=past, device=input_ids.device)
+        extra_values = self.extra_values(input_ids)
         for layer, block in enumerate(self.blocks):
-            x = block(x, rope, mask, None if cache is None else cache.layers[layer])
+            x = block(x, rope, mask, None if cache is None else cache.layers[layer], extra_values.get(layer))
         normed: Tensor = self.final_norm(x)
         return normed
 
+    def extra_values(
+        self, input_ids: Tensor, look_up: Callable[[Tensor, Tensor], Tensor] = F.embedding
+    ) -> dict[int, Tensor]:
+        """What attention adds to its values in which layer: (B, T) -> (B, K, T, W) each."""
+        width, tables = self.config.head_width, list(self.value_tables.parameters())
+        looked_up = [look_up(input_ids, table).view(*input_ids.shape, -1, width).transpose(1, 2) for table in tables]
+        last_layers = range(self.config.n_layers - len(tables), self.config.n_layers)
+        return dict(zip(last_layers, looked_up, strict=True)) | dict(enumerate(looked_up))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, V)."""
-        return F.linear(hidden, self.head_weight)
+        return capped(F.linear(hidden, self.head_weight), self.config.softcap)
 
     @property
     def head_weight(self) -> Tensor:
         """The output matrix (V, D): the token embedding, unless the head is its own."""
         return self.token_embedding.weight if self.head is None else self.head.weight
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """torch.compile for each block: they are alike, so that one compilation serves all, however deep the model."""
+        for block in self.blocks:
+            block.compile(*args, **kwargs)
+
     def num_parameters(self, *, embedding: bool = True) -> int:
-        """Weights in the model; `embedding=False` leaves out the token and position tables (a tied head is one)."""
-        tables = (self.token_embedding, self.position_embedding)
+        """Weights in the model; `embedding=False` leaves out all tables that are looked up in (a tied head is one)."""
+        tables = (self.token_embedding, self.position_embedding, *self.value_tables)
         left_out = 0 if embedding else sum(table.weight.numel() for table in tables if table is not None)
         return sum(p.numel() for p in self.parameters()) - left_out
 
@@ -162,10 +180,15 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, x: Tensor, rope: Tensor | None = None, mask: Tensor | None = None, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        rope: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+        extra_values: Tensor | None = None,
     ) -> Tensor:
         """(B, T, D) -> (B, T, D); the other arguments are CausalSelfAttention's."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask, cache))
+        x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask, cache, extra_values))
         output: Tensor = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
         return output
 
@@ -180,17 +203,23 @@ class CausalSelfAttention(nn.Module):
         self.qkv = nn.Linear(
             config.d_model, (config.n_heads + 2 * config.kv_heads) * config.head_width, bias=config.bias
         )
-        self.query_norm = RMSNorm(config.head_width) if config.qk_norm else None
-        self.key_norm = RMSNorm(config.head_width) if config.qk_norm else None
+        self.query_norm = RMSNorm(config.head_width, weights=config.norm_weights) if config.qk_norm else None
+        self.key_norm = RMSNorm(config.head_width, weights=config.norm_weights) if config.qk_norm else None
         self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
 
     def forward(
-        self, x: Tensor, rope: Tensor | None = None, mask: Tensor | None = None, cache: LayerCache | None = None
+        self,
+        x: Tensor,
+        rope: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: LayerCache | None = None,
+        extra_values: Tensor | None = None,
     ) -> Tensor:
         """(B, T, D) -> (B, T, D).
 
         rope: (2, T, W / 2), cosines and sines of this call's positions; None: positions are already in x
         mask: bool (T, S) or (B, 1, T, S), True where a query may attend to a key; None: all keys up to the query's own
+        extra_values: (B, K, T, W), added to the values
         """
         heads = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # (B, H + 2 K, T, W)
         q, k, v = heads.split((self.n_heads, self.kv_heads, self.kv_heads), dim=1)  # (B, H, T, W), 2 x (B, K, T, W)
@@ -198,6 +227,8 @@ class CausalSelfAttention(nn.Module):
             q, k = self.query_norm(q), self.key_norm(k)  # each head's vector to length sqrt(W)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)  # (B, H, T, W), (B, K, T, W)
+        if extra_values is not None:
+            v = v + extra_values.type_as(v)
         if cache is not None:
             k, v = cache.append(k, v)  # 2 x (B, K, S, W)
         y = F.scaled_dot_product_attention(
@@ -237,18 +268,37 @@ class FeedForward(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Scales a vector to a root mean square of 1, then by a learned weight."""
+    """Scales a vector to a root mean square of 1, then, with weights, by a learned weight."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__(width, eps=1e-6)
+    def __init__(self, width: int, *, weights: bool = True) -> None:
+        super().__init__(width, eps=1e-6, elementwise_affine=weights)
 
     def forward(self, x: Tensor) -> Tensor:
         # Under autocast x may be bfloat16 beside a float32 weight, for which torch has no fused kernel.
-        return F.rms_norm(x, self.normalized_shape, self.weight.type_as(x), self.eps)
+        weight = self.weight.type_as(x) if self.elementwise_affine else None
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+
+def initial_std(name: str, config: GPTConfig) -> float:
+    """Deviation of a module's first weights.
+
+    GPT-2's: what writes into the residual stream starts smaller, the more layers do. "zero": it starts at zero, as do
+    an untied head and the value tables, so that at first the stream is the embedding alone.
+    """
+    writes_residual = name.endswith(("attention.out", "feed_forward.down"))
+    if config.init == "gpt2":
+        return 0.02 / math.sqrt(2 * config.n_layers) if writes_residual else 0.02
+    if writes_residual or name == "head" or name.startswith("value_tables"):
+        return 0.0
+    if name == "token_embedding" and not config.tie_embeddings:
+        return 1.0
+    return 0.02 if name.endswith("embedding") else 0.5 / math.sqrt(config.d_model)
 
 
 def make_norm(config: GPTConfig, width: int) -> nn.Module:
-    return RMSNorm(width) if config.norm == "rmsnorm" else nn.LayerNorm(width, eps=1e-5, bias=config.bias)
+    if config.norm == "rmsnorm":
+        return RMSNorm(width, weights=config.norm_weights)
+    return nn.LayerNorm(width, eps=1e-5, elementwise_affine=config.norm_weights, bias=config.bias)
 
 
 class KVCache:
@@ -332,23 +382,3 @@ def attention_mask_for(documents: Tensor | None, length: int, *, past: int, devi
     if past and length > 1:
         return torch.ones(length, past + length, dtype=torch.bool, device=device).tril(past)
     return None
-
-
-def summed_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Cross entropy of the targets summed over all positions, in nats: float32 scalar.
-
-    hidden:  (B, T, D)
-    weight:  (V, D), the output matrix
-    targets: int64 (B, T); -100 marks a position that does not count
-    """
-    rows, wanted = hidden.flatten(0, 1), targets.flatten()  # (B T, D), (B T)
-    if rows.device.type != "cpu" or torch.compiler.is_compiling():
-        return cross_entropy_of(rows, wanted, weight)
-    # 512 rows of logits stay in a processor's cache from the matrix product to the softmax: 1.5 times as fast.
-    parts = zip(torch.split(rows, 512), torch.split(wanted, 512), strict=True)
-    return torch.stack([cross_entropy_of(*part, weight) for part in parts]).sum()
-
-
-def cross_entropy_of(rows: Tensor, targets: Tensor, weight: Tensor) -> Tensor:
-    """Summed cross entropy of (N, D) rows: float32 scalar."""
-    return F.cross_entropy(F.linear(rows, weight).float(), targets, reduction="sum", ignore_index=IGNORED)

@@ -1,31 +1,39 @@
-"""Parameter groups, AdamW, and the learning rate as a function of the step."""
+"""Which weights are trained by what, and the learning rate as a function of the step.
+
+Settings that an OptimConfig leaves open are the classic recipe's here; `presets.with_preset` fills them in before.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drumline.config import OptimConfig
+from drumline.muon import Muon
+from drumline.presets import RECIPES, filled
+
+T = TypeVar("T")
 
 
 def learning_rate(step: int, optim: OptimConfig, *, total_steps: int) -> float:
     """Linear warmup to `optim.lr`, then the schedule; `step` counts from 0."""
-    assert optim.lr is not None
+    optim = filled(optim, RECIPES["classic"])
+    peak, low = _known(optim.lr), _known(optim.min_lr_ratio)
     warmup = warmup_steps(optim, total_steps=total_steps)
     if step < warmup:
-        return optim.lr * (step + 1) / warmup
+        return peak * (step + 1) / warmup
     if optim.schedule == "constant":
-        return optim.lr
+        return peak
     if optim.schedule == "wsd":
-        decay_steps = max(1, round(optim.decay_fraction * total_steps))
+        decay_steps = max(1, round(_known(optim.decay_fraction) * total_steps))
         progress = min(1.0, max(0.0, (step - (total_steps - decay_steps)) / decay_steps))
-        return optim.lr * (1.0 - (1.0 - optim.min_lr_ratio) * progress)
+        return peak * (1.0 - (1.0 - low) * progress)
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-    low = optim.min_lr_ratio
-    return optim.lr * (low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+    return peak * (low + (1.0 - low) * 0.5 * (1.0 + math.cos(math.pi * progress)))
 
 
 def scaled(optim: OptimConfig, *, sequences: int) -> OptimConfig:
@@ -41,17 +49,53 @@ def warmup_steps(optim: OptimConfig, *, total_steps: int) -> int:
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW that decays matrices and leaves vectors (norms, biases) alone."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    assert optim.lr is not None
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=optim.lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        fused=all(p.device.type in ("cpu", "cuda") for p in parameters),
+    """AdamW for all weights, or Muon for the matrices and AdamW for the others.
+
+    A group's rate at any time is the schedule's, whose peak is `optim.lr`, times the group's own "lr_ratio".
+    """
+    optim = filled(optim, RECIPES["classic"])
+    lr, decay = _known(optim.lr), _known(optim.weight_decay)
+    rates = {"matrices": lr, "embeddings": optim.embedding_lr or lr, "head": optim.head_lr or lr}
+    kinds = parameters_by_kind(model)
+    matrices = kinds.pop("matrices") if optim.optimizer == "muon" else []
+    groups: list[dict[str, Any]] = []
+    for kind, parameters in kinds.items():
+        rate = rates.get(kind, rates["head"])
+        decayed = 0.0 if kind == "vectors" else decay
+        groups.append({"params": parameters, "lr": rate, "lr_ratio": rate / lr, "weight_decay": decayed})
+    adamw = torch.optim.AdamW(
+        [group for group in groups if group["params"]] or [{"params": []}],
+        lr=lr,
+        betas=(_known(optim.beta1), _known(optim.beta2)),
+        eps=_known(optim.eps),
+        fused=all(p.device.type in ("cpu", "cuda") for p in model.parameters()),
     )
+    return Muon(matrices, adamw, lr=lr, momentum=_known(optim.momentum), weight_decay=decay) if matrices else adamw
+
+
+def parameters_by_kind(model: nn.Module) -> dict[str, list[Tensor]]:
+    """The trained weights: matrices, embeddings, head (the output matrix), vectors (norms, biases), others.
+
+    The output matrix is what the model calls `head_weight`, be it an embedding too. In a model without that name it
+    is a matrix like the others.
+    """
+    output = getattr(model, "head_weight", None)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    kinds: dict[str, list[Tensor]] = {name: [] for name in ("matrices", "embeddings", "head", "others", "vectors")}
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter is output:
+            kinds["head"].append(parameter)
+        elif id(parameter) in tables:
+            kinds["embeddings"].append(parameter)
+        else:
+            by_dimensions = {0: "vectors", 1: "vectors", 2: "matrices"}
+            kinds[by_dimensions.get(parameter.dim(), "others")].append(parameter)
+    return kinds
+
+
+def _known(value: T | None) -> T:
+    """A setting that has been filled in."""
+    assert value is not None
+    return value

@@ -155,7 +155,8 @@ class Bitwise:
 
 
 def _with_votes(loss: Tensor, votes: Votes) -> Tensor:
-    return torch.cat((loss.reshape(1), torch.tensor(votes, dtype=loss.dtype, device=loss.device)))
+    # Filled in on the device: a copy from the host would wait until backward has ended, then the device for the host.
+    return torch.cat([loss.reshape(1), *(loss.new_full((1,), float(vote)) for vote in votes)])
 
 
 class _Tree:

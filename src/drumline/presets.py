@@ -1,12 +1,15 @@
-"""Presets, and how a config's open settings are filled from them. No torch here."""
+"""Presets and recipes, and how a config's open settings are filled from them. No torch here.
+
+A preset is a shape, the block's parts (its family) and a recipe. A recipe is how such a model is trained.
+"""
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar
 
-from drumline.config import GPTConfig, ModelSettings, TrainConfig
+from drumline.config import BatchConfig, GPTConfig, ModelSettings, OptimConfig, Recipe, TrainConfig
 from drumline.errors import ConfigError
 
 CLASSIC: dict[str, Any] = {}
@@ -21,6 +24,45 @@ MODERN: dict[str, Any] = {
 }
 
 
+RECIPES: dict[Recipe, dict[str, Any]] = {
+    "classic": {
+        "short_contexts": 0.0,
+        "optimizer": "adamw",
+        "schedule": "cosine",
+        "min_lr_ratio": 0.1,
+        "decay_fraction": 0.2,
+        "weight_decay": 0.1,
+        "momentum": 0.9,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "grad_clip": 1.0,
+    },
+    "modern": {
+        "tie_embeddings": False,
+        "init": "zero",
+        "norm_weights": False,
+        "softcap": 15.0,
+        "value_tables": 3,
+        "short_contexts": 0.5,
+        "optimizer": "muon",
+        "embedding_lr": 0.4,
+        "head_lr": 0.003,
+        "schedule": "wsd",
+        "warmup_steps": 0,
+        "min_lr_ratio": 0.0,
+        "decay_fraction": 0.5,
+        "weight_decay": 0.0,
+        "momentum": 0.9,
+        "beta1": 0.8,
+        "beta2": 0.95,
+        "eps": 1e-10,
+        "grad_clip": 0.0,
+    },
+}
+"""What each recipe sets; a model's settings that it does not name are GPTConfig's defaults. docs/recipe.md says why."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Preset:
     """A shape, and the settings that suit it."""
@@ -31,6 +73,11 @@ class Preset:
     vocab_size: int = 50257
     batch_size: int = 8
     lr: float
+    """AdamW's."""
+    muon_lr: float = 0.035
+    recipe: Recipe = "classic"
+    adjusted: dict[str, Any] = field(default_factory=dict)
+    """What suits this shape better than its recipe's own value."""
     total_steps: int | None = None
 
 
@@ -42,7 +89,18 @@ XL = {"n_layers": 48, "n_heads": 25, "d_model": 1600, "d_ff": 6400}
 
 
 def _tiny(family: dict[str, Any]) -> Preset:
-    return Preset(shape=TINY, family=family, context=128, vocab_size=2048, batch_size=16, lr=2e-3, total_steps=800)
+    return Preset(
+        shape=TINY,
+        family=family,
+        context=128,
+        vocab_size=2048,
+        batch_size=16,
+        lr=2e-3,
+        recipe="modern" if family is MODERN else "classic",
+        # Attention is a twelfth of the arithmetic at 128 tokens: shorter contexts would save little.
+        adjusted={"short_contexts": 0.0} if family is MODERN else {},
+        total_steps=800,
+    )
 
 
 PRESETS: dict[str, Preset] = {
@@ -52,10 +110,10 @@ PRESETS: dict[str, Preset] = {
     "gpt2-large": Preset(shape=LARGE, family=CLASSIC, lr=2.5e-4),
     "gpt2-xl": Preset(shape=XL, family=CLASSIC, lr=2e-4),
     "modern-tiny": _tiny(MODERN),
-    "modern": Preset(shape=SMALL, family=MODERN, lr=6e-4),
-    "modern-medium": Preset(shape=MEDIUM, family=MODERN, lr=3e-4),
-    "modern-large": Preset(shape=LARGE, family=MODERN, lr=2.5e-4),
-    "modern-xl": Preset(shape=XL, family=MODERN, lr=2e-4),
+    "modern": Preset(shape=SMALL, family=MODERN, lr=6e-4, recipe="modern"),
+    "modern-medium": Preset(shape=MEDIUM, family=MODERN, lr=3e-4, recipe="modern"),
+    "modern-large": Preset(shape=LARGE, family=MODERN, lr=2.5e-4, recipe="modern"),
+    "modern-xl": Preset(shape=XL, family=MODERN, lr=2e-4, recipe="modern"),
 }
 
 
@@ -67,37 +125,42 @@ def preset(name: str) -> Preset:
     return PRESETS[name]
 
 
+Section = TypeVar("Section", ModelSettings, BatchConfig, OptimConfig)
+
+
+def filled(section: Section, defaults: dict[str, Any]) -> Section:
+    """A section with what it leaves open taken from the defaults, where they have it."""
+    names = [f.name for f in fields(section) if getattr(section, f.name) is None and f.name in defaults]
+    return replace(section, **{name: defaults[name] for name in names})
+
+
 def with_preset(config: TrainConfig) -> TrainConfig:
-    """The same config with every setting that the preset decides filled in."""
+    """The same config with every setting that the preset and its recipe decide filled in."""
     chosen = preset(config.model.preset)
-    gpt = {**chosen.shape, **chosen.family}
-    model: dict[str, Any] = {"context": chosen.context}
-    for setting in fields(ModelSettings):
-        if getattr(config.model, setting.name) is None and setting.name != "context":
-            model[setting.name] = gpt.get(setting.name, getattr(GPTConfig(), setting.name))
-    if config.model.context is not None:
-        del model["context"]
-    batch = config.batch
+    name = config.model.recipe or chosen.recipe
+    recipe = {**RECIPES[name], **(chosen.adjusted if name == chosen.recipe else {})}
+    gpt = {**asdict(GPTConfig()), **recipe, **chosen.shape, **chosen.family, "context": chosen.context, "recipe": name}
+    rates = {"lr": chosen.lr}
+    if (config.optim.optimizer or recipe["optimizer"]) == "muon":
+        rates = {"lr": chosen.muon_lr, "embedding_lr": chosen.lr, "head_lr": chosen.lr}
+    batch = filled(config.batch, recipe)
     if batch.total_steps is None and batch.epochs is None:
         batch = replace(batch, total_steps=chosen.total_steps, epochs=None if chosen.total_steps else 1.0)
     return replace(
         config,
-        model=replace(config.model, **model),
+        model=filled(config.model, gpt),
         data=replace(config.data, vocab_size=config.data.vocab_size or chosen.vocab_size),
         batch=batch,
-        optim=replace(config.optim, lr=chosen.lr if config.optim.lr is None else config.optim.lr),
+        optim=filled(config.optim, {**rates, **recipe}),
     )
 
 
 def gpt_config(settings: ModelSettings, *, vocab_size: int) -> GPTConfig:
     """The GPT that these settings (already filled in) describe."""
     assert settings.context is not None
+    described = {f.name for f in fields(GPTConfig)} & {f.name for f in fields(ModelSettings)}
     return GPTConfig(
         vocab_size=vocab_size,
         max_position_embeddings=settings.context,
-        **{
-            f.name: getattr(settings, f.name)
-            for f in fields(ModelSettings)
-            if f.name not in ("preset", "model", "context")
-        },
+        **{name: value for name in described if (value := getattr(settings, name)) is not None},
     )

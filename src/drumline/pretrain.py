@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from drumline import checkpoints
 from drumline.agreement import compare, digest, settings, versions
-from drumline.batches import TokenBatches, mix, plan_batches
+from drumline.batches import SHORTER, TokenBatches, mix, plan_batches
 from drumline.cluster import World, join, leave
 from drumline.config import OptimConfig, TrainConfig
 from drumline.config_file import differences, from_settings, read_settings, sections, to_toml
 from drumline.disk import replace_text
 from drumline.errors import ConfigError
 from drumline.evaluate import evaluate
+from drumline.fused_gpt import FusedGPT
 from drumline.guard import GuardRules
 from drumline.hardware import allow_tf32, pick_dtype
 from drumline.heartbeat import ATTEMPT, started_again, tell_run_dir, under_torchrun
@@ -88,6 +89,7 @@ def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | No
         )
     )
     total_steps = config.batch.total_steps or math.ceil(_known(config.batch.epochs) * batches.items / plan.sequences)
+    batches.short_steps = round(_known(config.batch.short_contexts) * total_steps)
     with ExitStack() as held:
         world.on_main(lambda: held.enter_context(folder.hold()))
         tell_run_dir(folder.path)
@@ -109,6 +111,11 @@ def _filled_in(config: TrainConfig) -> TrainConfig:
     """With the preset's settings; refuses what cannot work before any text is prepared."""
     config = with_preset(config)
     gpt_config(config.model, vocab_size=1)
+    if config.batch.short_contexts and _known(config.model.context) % SHORTER:
+        raise ConfigError(
+            f"a context of {config.model.context} tokens cannot be read as {SHORTER} short ones",
+            fix=f"choose --context as a multiple of {SHORTER}, or use --short_contexts 0",
+        )
     _check_allowed(config.run.allow_change)
     return config
 
@@ -212,9 +219,11 @@ def _loop(
             "initial weights": checkpoints.weights_sha256(model),
         },
     )
+    dtype = pick_dtype(config.run.dtype, world.device)
     if config.run.compile:
-        records.say("compiling: the first step will take a while")
         model.compile()
+    if config.run.compile or (isinstance(model, FusedGPT) and model.is_fused(world.device, dtype)):
+        records.say("compiling: the first step will take a while")
     optim = scaled(config.optim, sequences=batches.plan.sequences)
     return Loop(
         folder=folder,
@@ -222,12 +231,12 @@ def _loop(
         optimizer=make_optimizer(model, config.optim),
         batches=batches,
         objective=token_objective,
-        precision=Precision.of(world.device, pick_dtype(config.run.dtype, world.device)),
+        precision=Precision.of(world.device, dtype),
         world=world,
         strategy=make_strategy(model, batches.plan, world, bitwise=config.ranks.bitwise),
         seed=config.run.seed,
         lr=partial(learning_rate, optim=optim, total_steps=total_steps),
-        grad_clip=config.optim.grad_clip,
+        grad_clip=_known(config.optim.grad_clip),
         resume_from=_resume_from(config, world),
         allow_change=config.run.allow_change,
         retention=Retention(last=config.run.keep_checkpoints, every=config.run.keep_every, best=config.run.keep_best),
@@ -241,9 +250,13 @@ def _loop(
         snapshot_every=_snapshot_every(config, total_steps=total_steps),
         facts=facts,
         config_sha256=digest(to_toml(config)),
-        flops_per_item=model.flops_per_token(batches.weight) * batches.weight if isinstance(model, GPT) else None,
+        flops_per_item=partial(_flops, model, batches) if isinstance(model, GPT) else None,
         records=records,
     )
+
+
+def _flops(model: GPT, batches: TokenBatches, step: int) -> float:
+    return model.flops_per_token(batches.context_of(step)) * batches.weight
 
 
 def _resume_from(config: TrainConfig, world: World) -> str:
@@ -287,6 +300,9 @@ def _introduction(config: TrainConfig, data: Data, loop: Loop, *, total_steps: i
     batches, plan, precision = loop.batches, loop.batches.plan, loop.precision
     parameters = sum(p.numel() for p in loop.model.parameters())
     held_out = f"{count(len(data.valid))} tokens held out" if data.valid is not None else "nothing held out"
+    short = ""
+    if isinstance(batches, TokenBatches) and batches.short_steps:
+        short = f"; the first {batches.short_steps:,} in contexts of {batches.context_of(0)}"
     unreadable = (
         f"; skipped {data.skipped.count} unreadable, first: {data.skipped.first[0]}" if data.skipped.count else ""
     )
@@ -299,16 +315,18 @@ def _introduction(config: TrainConfig, data: Data, loop: Loop, *, total_steps: i
         f"step   {plan.formula(loop.world.size)} = {plan.sequences} sequences "
         f"= {plan.sequences * batches.weight:,} tokens",
         f"lr     {_lr_formula(config.optim, plan.sequences)}",
-        f"steps  {total_steps:,}, which is {total_steps * plan.sequences / batches.items:.2f} epochs",
+        f"steps  {total_steps:,}, which is {total_steps * plan.sequences / batches.items:.2f} epochs{short}",
     ]
 
 
 def _lr_formula(optim: OptimConfig, sequences: int) -> str:
-    if optim.scale_lr == "none":
-        return f"{optim.lr:g} at its peak"
-    root = "square root of " if optim.scale_lr == "sqrt" else ""
-    peak = scaled(optim, sequences=sequences).lr
-    return f"{optim.lr:g} x {root}({sequences} / {optim.base_batch_size} sequences) = {peak:g} at its peak"
+    formula, peak = f"{optim.lr:g}", _known(scaled(optim, sequences=sequences).lr)
+    if optim.scale_lr != "none":
+        root = "square root of " if optim.scale_lr == "sqrt" else ""
+        formula += f" x {root}({sequences} / {optim.base_batch_size} sequences) = {peak:g}"
+    rates = {"embeddings": optim.embedding_lr, "head": optim.head_lr}
+    others = [f", {name} {rate * peak / _known(optim.lr):g}" for name, rate in rates.items() if rate is not None]
+    return f"{formula} at its peak by {optim.optimizer}{''.join(others)}"
 
 
 def _concluded(config: TrainConfig, data: Data, loop: Loop, records: Records, result: FitResult) -> FitResult:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from drumline.hardware import is_hopper
 from drumline.parallel import Strategy
+
+# On Hopper, the first that can do what is asked: cuDNN's is the fastest, and stands back where bits must repeat.
+_ATTENTION = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 Objective = Callable[[nn.Module, Any], Tensor]
 """(model, micro-batch on the device) -> the loss SUMMED over what counts in it: tokens, or samples."""
@@ -29,10 +39,15 @@ class Precision:
     def of(cls, device: torch.device, dtype: torch.dtype) -> Precision:
         return cls(device, dtype, torch.amp.GradScaler(device.type, enabled=dtype == torch.float16))
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, dtype=self.dtype)
+    @contextlib.contextmanager
+    def autocast(self) -> Iterator[None]:
+        """For forward: backward follows it of itself."""
+        with contextlib.ExitStack() as held:
+            if self.dtype != torch.float32:
+                held.enter_context(torch.autocast(self.device.type, dtype=self.dtype))
+            if is_hopper(self.device):
+                held.enter_context(sdpa_kernel(_ATTENTION, set_priority=True))
+            yield
 
 
 @dataclass(frozen=True)
@@ -82,23 +97,61 @@ def train_step(
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     numbers = torch.cat((totals, torch.stack(own).sum().reshape(1), norm.reshape(1).float()))
-    mean_loss, stop, save, own_loss, grad_norm = numbers.tolist()
-    finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
-    if finite and 0.0 < grad_clip < grad_norm:
-        torch._foreach_mul_(gradients, grad_clip / grad_norm)
     if lr is not None:
         for group in optimizer.param_groups:
-            group["lr"] = lr
-    if finite:
-        scaler.step(optimizer)
-    scaler.update()
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and not scaler.is_enabled():
+        read = _start_reading(numbers)
+        _update_unread(optimizer, numbers[0], norm, grad_clip=grad_clip)
+        mean_loss, stop, save, own_loss, grad_norm = read()
+        finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
+    else:
+        mean_loss, stop, save, own_loss, grad_norm = numbers.tolist()
+        finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
+        if finite and 0.0 < grad_clip < grad_norm:
+            torch._foreach_mul_(gradients, grad_clip / grad_norm)
+        if finite:
+            scaler.step(optimizer)
+        scaler.update()
     return StepResult(mean_loss, grad_norm, updated=finite, own_loss=own_loss, stop=stop > 0, save=save > 0)
+
+
+def _start_reading(numbers: Tensor) -> Callable[[], list[float]]:
+    """Begin to copy numbers to the host; what comes back waits for them, but not for what the device is given next."""
+    if not numbers.is_cuda:
+        return numbers.tolist
+    copied = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
+    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived.record()
+
+    def read() -> list[float]:
+        arrived.synchronize()
+        return copied.tolist()
+
+    return read
+
+
+def _update_unread(optimizer: torch.optim.Optimizer, loss: Tensor, norm: Tensor, *, grad_clip: float) -> None:
+    """Clip and update before the host knows the numbers: the optimizer itself does nothing where they are not finite.
+
+    So the device goes from backward to the update without a pause, and the host prepares the next step meanwhile.
+    These two attributes are how torch's GradScaler does the same.
+    """
+    held: Any = optimizer
+    held.grad_scale = (norm.float() / grad_clip).clamp(min=1.0) if grad_clip > 0.0 else torch.ones_like(norm)
+    held.found_inf = 1.0 - (loss.isfinite() & norm.isfinite()).float()
+    try:
+        optimizer.step()
+    finally:
+        del held.grad_scale, held.found_inf
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """A batch of nested tuples, lists and dicts with every tensor on the device."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        # Only from pinned memory is a copy to a GPU not waited for.
+        pinned = batch.pin_memory() if device.type == "cuda" and not batch.is_cuda else batch
+        return pinned.to(device, non_blocking=True)
     if isinstance(batch, dict):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, list | tuple):

@@ -1,0 +1,234 @@
+"""Whole training steps on one GPU: tokens/s, MFU, peak memory, and how long the first step takes.
+
+    python benchmarks/gpu_throughput.py                  # everything, some minutes
+    python benchmarks/gpu_throughput.py modern nanogpt   # some of it
+
+A step is drumline's own train_step (forward, backward, clipping, optimizer) on random tokens of context 1024, timed by
+the host's clock over all steps, synchronised at both ends. `nanogpt` is the baseline: nanoGPT's model and settings (no
+biases, exact GELU, autocast, torch.compile of the whole model, fused AdamW) in a bare loop. Each runs in a process of
+its own; the first step starts from empty compiler caches, `again` from filled ones. MFU is against the data sheet's
+dense bf16 peak.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from header import header
+from torch import Tensor, nn
+
+from drumline.config import GPTConfig, ModelSettings, OptimConfig, TrainConfig
+from drumline.fused_gpt import FusedGPT
+from drumline.hardware import allow_tf32, peak_flops
+from drumline.model import GPT
+from drumline.optim import make_optimizer
+from drumline.parallel import Plain
+from drumline.presets import gpt_config, with_preset
+from drumline.step import Precision, train_step
+
+CONTEXT, VOCAB = 1024, 50304
+Step = Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    preset: str
+    batch_size: int = 32
+    recipe: Any = "classic"
+    compile: bool = False
+    plain: bool = False
+    """Without fused kernels."""
+    steps: int = 60
+
+
+CASES = {
+    "classic": Case(preset="gpt2", compile=True),
+    "modern": Case(preset="modern"),
+    "modern-recipe": Case(preset="modern", recipe="modern"),
+    "modern-plain": Case(preset="modern", plain=True, compile=True),
+    "modern-medium": Case(preset="modern-medium", batch_size=16, steps=40),
+    "modern-xl": Case(preset="modern-xl", batch_size=16, steps=12),
+    "nanogpt": Case(preset="gpt2", compile=True, plain=True),
+}
+FIRST_STEP_AGAIN = ("classic", "modern")
+
+
+class NanoGPT(nn.Module):
+    """The baseline's model."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(VOCAB, config.d_model), nn.Embedding(CONTEXT, config.d_model)
+        self.blocks = nn.ModuleList(NanoBlock(config) for _ in range(config.n_layers))
+        self.norm = nn.LayerNorm(config.d_model, bias=False)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 2:
+                residual = name.endswith(("out.weight", "down.weight"))
+                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * config.n_layers) if residual else 0.02)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids) + self.places(torch.arange(ids.size(1), device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.embed.weight)
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+
+
+class NanoBlock(nn.Module):
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        d, self.heads = config.d_model, config.n_heads
+        self.n1, self.n2 = nn.LayerNorm(d, bias=False), nn.LayerNorm(d, bias=False)
+        self.qkv, self.out = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
+        self.up, self.down = nn.Linear(d, 4 * d, bias=False), nn.Linear(4 * d, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = (p.view(b, t, self.heads, -1).transpose(1, 2) for p in self.qkv(self.n1(x)).split(d, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).contiguous().view(b, t, d))
+        output: Tensor = x + self.down(F.gelu(self.up(self.n2(x))))
+        return output
+
+
+def nanogpt_step(config: GPTConfig, ids: Tensor, targets: Tensor) -> Step:
+    model = NanoGPT(config).to(ids.device)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=True)
+    model.compile()
+
+    def step() -> float:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(ids, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return 0.0  # nanoGPT reads the loss once in a while only
+
+    return step
+
+
+def drumline_step(model: GPT, optim: OptimConfig, ids: Tensor, targets: Tensor) -> Step:
+    precision = Precision.of(torch.device("cuda"), torch.bfloat16)
+    optimizer, strategy = make_optimizer(model, optim), Plain(model)
+    numbers: dict[str, Any] = {"weight": ids.numel(), "lr": optim.lr, "grad_clip": optim.grad_clip}
+
+    def step() -> float:
+        batches = [(ids, targets)]
+        return train_step(model, optimizer, batches, summed_loss, strategy, precision=precision, **numbers).loss
+
+    return step
+
+
+def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    loss: Tensor = model(batch[0], targets=batch[1])[1]
+    return loss
+
+
+def build(case: Case, device: torch.device) -> tuple[GPT, OptimConfig]:
+    settings = ModelSettings(preset=case.preset, recipe=case.recipe, context=CONTEXT)
+    config = with_preset(TrainConfig(model=settings))
+    shape = gpt_config(config.model, vocab_size=VOCAB)
+    torch.manual_seed(0)
+    with device:
+        model = GPT(shape) if case.plain else FusedGPT(shape)
+    return model, replace(config.optim, lr=3e-4) if case.recipe == "classic" else config.optim
+
+
+def measure(name: str, *, steps: int) -> dict[str, Any]:
+    """One case in this process, as JSON's values; with no steps only the first is timed."""
+    case, device = CASES[name], torch.device("cuda")
+    allow_tf32()
+    torch.zeros(1, device=device)
+    began = time.perf_counter()
+    model, optim = build(case, device)
+    where = "cuda" if name == "nanogpt" else "cpu"  # drumline's step fetches its batches itself
+    ids = torch.randint(VOCAB, (case.batch_size, CONTEXT), device=where)
+    targets = torch.randint(VOCAB, (case.batch_size, CONTEXT), device=where)
+    if case.compile and name != "nanogpt":
+        model.compile()
+    step = nanogpt_step(model.config, ids, targets) if name == "nanogpt" else drumline_step(model, optim, ids, targets)
+    flops = model.flops_per_token(CONTEXT)
+    if name == "nanogpt":
+        del model
+    step()
+    torch.cuda.synchronize()
+    found: dict[str, Any] = {"first_step_s": time.perf_counter() - began}
+    if not steps:
+        return found
+    losses = [step() for _ in range(5)]
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    losses += [step() for _ in range(steps)]
+    torch.cuda.synchronize()
+    tokens_per_s = steps * ids.numel() / (time.perf_counter() - began)
+    peak = peak_flops(device, torch.bfloat16)
+    return found | {
+        "tokens_per_s": tokens_per_s,
+        "mfu": tokens_per_s * flops / peak if peak else math.nan,
+        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "losses": losses,
+    }
+
+
+def in_a_process(name: str, caches: str, *, steps: int) -> dict[str, Any]:
+    environment = os.environ | {
+        "TRITON_CACHE_DIR": f"{caches}/{name}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{caches}/{name}/inductor",
+    }
+    command = [sys.executable, __file__, "--here", name, "--steps", str(steps)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{name} failed:\n{done.stderr[-2000:]}", flush=True)
+        return {}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help=f"of: {', '.join(CASES)}. Default: all")
+    parser.add_argument("--here", help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=-1, help="steps to time. Default: what suits the case")
+    arguments = parser.parse_args()
+    if arguments.here:
+        print(json.dumps(measure(arguments.here, steps=arguments.steps)))
+        return
+    header()
+    print(
+        "| case | batch | tokens/s | MFU | peak GiB | first step s | again s | loss |\n" + "| --- " * 8 + "|",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory() as caches:
+        for name in arguments.cases or CASES:
+            steps = CASES[name].steps if arguments.steps < 0 else arguments.steps
+            found = in_a_process(name, caches, steps=steps)
+            again = in_a_process(name, caches, steps=0) if name in FIRST_STEP_AGAIN and found else {}
+            cells = [
+                f"{found.get('tokens_per_s', math.nan):,.0f}",
+                f"{100 * found.get('mfu', math.nan):.1f} %",
+                f"{found.get('peak_memory_gib', math.nan):.2f}",
+                f"{found.get('first_step_s', math.nan):.1f}",
+                f"{again['first_step_s']:.1f}" if again else "",
+                f"{found['losses'][-1]:.3f}" if found.get("losses") and name != "nanogpt" else "",
+            ]
+            print(f"| {name} | {CASES[name].batch_size} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

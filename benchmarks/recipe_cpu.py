@@ -1,0 +1,113 @@
+"""The modern recipe against the classic one on the default run's shape and text, for the same time on this machine.
+
+    python benchmarks/recipe_cpu.py             # both recipes: about 7 minutes on 2 quiet cores
+    python benchmarks/recipe_cpu.py --ablate    # the modern recipe short, then with one part of it left out at a time
+
+Both train modern-tiny on the built-in text, side by side with one thread each, so that whatever else the machine does
+slows both alike. The modern recipe takes the preset's steps; the classic one as many as fit into the same time at the
+speed that a short run of both shows, so that its schedule ends there too. Judged by bits per byte of all held-out text.
+The ablation takes a fifth of the preset's steps, the same number for each row, two rows at a time.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from header import header
+
+from drumline.presets import PRESETS
+from drumline.records import read_metrics
+
+PRESET = PRESETS["modern-tiny"]
+WITHOUT = {
+    "nothing": "",
+    "Muon (AdamW at 0.002 instead)": "--optimizer adamw",
+    "the untied head": "--tie_embeddings",
+    "projections that start at zero": "--init gpt2",
+    "value tables": "--value_tables 0",
+    "the cap on logits": "--softcap 0",
+    "norms without weights": "--norm_weights",
+    "whole contexts in the first half": "--short_contexts 0.5",
+    "its schedule (cosine to a tenth instead)": "--schedule cosine --warmup_steps 3 --min_lr_ratio 0.1",
+}
+"""What is left out, and the flags that do so."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    bits_per_byte: float
+    tokens_per_s: float
+    wall_s: float
+
+
+def drumline(*arguments: str) -> None:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "drumline", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+
+
+def train(folder: Path, flags: str, *, steps: int) -> Trained:
+    """Train once, in a folder of its own beside the prepared text."""
+    run = Path(tempfile.mkdtemp(dir=folder)) / "run"
+    fixed = f"--train_data_path {folder / 'text'} --run_dir {run} --device cpu --total_steps {steps}"
+    judged = "--eval_windows 1000000 --eval_every 1000000"
+    start = time.perf_counter()
+    drumline("train", *fixed.split(), *judged.split(), *flags.split())
+    wall_s = time.perf_counter() - start
+    records = read_metrics(run / "metrics.jsonl")
+    speed = statistics.median(record["tokens_per_s"] for record in records if "tokens_per_s" in record)
+    (bits,) = (record["bits_per_byte"] for record in records if "bits_per_byte" in record)
+    return Trained(bits_per_byte=bits, tokens_per_s=speed, wall_s=wall_s)
+
+
+def side_by_side(folder: Path, runs: Sequence[tuple[str, int]]) -> Iterator[Trained]:
+    """Train each (flags, steps), two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        yield from pool.map(lambda run: train(folder, run[0], steps=run[1]), runs)
+
+
+def compare(folder: Path, steps: int) -> None:
+    recipes = ("--recipe modern", "--recipe classic")
+    modern, classic = side_by_side(folder, [(flags, 50) for flags in recipes])
+    classic_steps = round(steps * classic.tokens_per_s / modern.tokens_per_s)
+    modern, classic = side_by_side(folder, list(zip(recipes, (steps, classic_steps), strict=True)))
+    for name, found, taken in (("modern", modern, steps), ("classic", classic, classic_steps)):
+        print(f"{name:<9} {found.bits_per_byte:.4f} bits/byte, {taken} steps in {found.wall_s:.0f} s")
+    print(f"modern / classic  {modern.bits_per_byte / classic.bits_per_byte:.3f} (target: at most 0.85)")
+
+
+def ablate(folder: Path, steps: int) -> None:
+    print(f"{steps} steps\n{'without':<42}bits/byte   tokens/s")
+    found = side_by_side(folder, [(flags, steps) for flags in WITHOUT.values()])
+    for name, trained in zip(WITHOUT, found, strict=True):
+        print(f"{name:<42}{trained.bits_per_byte:9.4f} {trained.tokens_per_s:10.0f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ablate", action="store_true")
+    parser.add_argument("--steps", type=int, help="of the modern recipe. Default: the preset's; a fifth with --ablate")
+    arguments = parser.parse_args()
+    usual = PRESET.total_steps or 0
+    header()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        drumline("prepare", "builtin", "--out", str(folder / "text"), "--vocab_size", str(PRESET.vocab_size))
+        if arguments.ablate:
+            ablate(folder, arguments.steps or usual // 5)
+        else:
+            compare(folder, arguments.steps or usual)
+
+
+if __name__ == "__main__":
+    main()

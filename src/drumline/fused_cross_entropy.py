@@ -1,0 +1,89 @@
+"""A Triton kernel that turns bf16 logits, in place, into the gradient of their cross entropy, and gives their losses.
+
+A row is read from memory once (its second reading comes from the cache) and written once; all arithmetic is float32.
+Only linear_cross_entropy.py uses this, on CUDA; its plain version is what this must equal.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _capped(x, softcap: tl.constexpr):
+    """softcap * tanh(x / softcap)."""
+    return softcap - 2.0 * softcap / (1.0 + tl.exp2(x * (2.0 * _LOG2_E / softcap)))
+
+
+@triton.jit
+def _cross_entropy_kernel(
+    logits,  # bf16 (rows, vocab): read, then overwritten with the gradient
+    targets,  # int64 (rows)
+    losses,  # float32 (rows), written
+    vocab: tl.constexpr,
+    ignored: tl.constexpr,
+    softcap: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program: one row."""
+    row = tl.program_id(0).to(tl.int64)
+    base = logits + row * vocab
+    target = tl.load(targets + row)
+    known = (target >= 0) & (target < vocab)
+    offsets = tl.arange(0, BLOCK)
+    top = -1.0e30
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)  # added up across the row only once, at the end
+    for start in range(0, vocab, BLOCK):
+        columns = start + offsets
+        x = tl.load(base + columns, mask=columns < vocab, other=-float("inf")).to(tl.float32)
+        if softcap > 0.0:
+            # Capped logits are at most softcap, so that needs no maximum.
+            sums += tl.where(columns < vocab, tl.exp2((_capped(x, softcap) - softcap) * _LOG2_E), 0.0)
+        else:
+            higher = tl.maximum(top, tl.max(x))
+            sums = sums * tl.exp2((top - higher) * _LOG2_E) + tl.exp2((x - higher) * _LOG2_E)
+            top = higher
+    if softcap > 0.0:
+        top = softcap
+    normaliser = top + tl.log(tl.sum(sums))
+    wanted = tl.load(base + tl.where(known, target, 0)).to(tl.float32)
+    if softcap > 0.0:
+        wanted = _capped(wanted, softcap)
+    # A target that is no token gives no number: whoever guards the loss will see it.
+    loss = tl.where(known, normaliser - wanted, float("nan"))
+    tl.store(losses + row, tl.where(target == ignored, 0.0, loss))
+    if GRADIENT:
+        counts = tl.where(target == ignored, 0.0, 1.0)
+        for start in range(0, vocab, BLOCK):
+            columns = start + offsets
+            x = tl.load(base + columns, mask=columns < vocab, other=0.0).to(tl.float32)
+            if softcap > 0.0:
+                x = _capped(x, softcap)
+            gradient = tl.exp2((x - normaliser) * _LOG2_E) - tl.where(columns == target, 1.0, 0.0)
+            if softcap > 0.0:
+                gradient *= 1.0 - (x / softcap) * (x / softcap)
+            tl.store(base + columns, (gradient * counts).to(tl.bfloat16), mask=columns < vocab)
+
+
+def cross_entropy_in_place(logits: Tensor, targets: Tensor, *, ignored: int, softcap: float, gradient: bool) -> Tensor:
+    """Each row's loss, float32 (N); with `gradient`, bf16 logits (N, V) become the loss's gradient by them."""
+    rows, vocab = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    _cross_entropy_kernel[(rows,)](
+        logits,
+        targets,
+        losses,
+        vocab=vocab,
+        ignored=ignored,
+        softcap=softcap,
+        GRADIENT=gradient,
+        BLOCK=min(8192, triton.next_power_of_2(vocab)),
+        num_warps=16,
+    )
+    return losses

@@ -1,0 +1,379 @@
+"""Triton kernels for the parts of a modern block that are not plain matrix products, forward and backward.
+
+Each saves passes over memory, which is what such parts cost. Activations are bf16 in memory and float32 inside a
+kernel; a norm's learned weight is float32. Beside each operation stands the plain PyTorch that it must equal.
+
+This module needs Triton, and its squared ReLU a GPU with tensor memory access (Hopper): fused_gpt.py sees to that.
+
+Shapes: N tokens (B sequences of T), D width, H heads, W width of a head, F inner width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+EPSILON = 1e-6
+# How many tokens a program of a kernel takes at once: few, so that it needs few registers and many run together.
+_NORM_ROWS = 4
+_TURN_ROWS, _TURN_TIMES = 16, 8
+
+
+def add_rms_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(x + delta, that with its rows scaled to a root mean square of 1 and then by the weight)."""
+    x = x if delta is None else x + delta
+    return x, (F.rms_norm(x.float(), (x.size(-1),), eps=EPSILON) * weight).type_as(x)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """As the reference, for bf16 (N, D), bf16 (N, D) or None, float32 (D)."""
+    result: tuple[Tensor, Tensor] = _AddRMSNorm.apply(x, delta, weight)
+    return result
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x, delta, weight, sums, normed, rstd, rows, eps, HAS_DELTA: tl.constexpr, width: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        value += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
+        value = value.to(tl.bfloat16).to(tl.float32)  # the norm is of what the residual stream really holds
+        tl.store(sums + at, value.to(tl.bfloat16), mask=inside)
+    scale = tl.rsqrt(tl.sum(value * value, axis=1) / width + eps)
+    learned = tl.load(weight + column, mask=column < width, other=0.0)
+    tl.store(normed + at, (value * scale[:, None] * learned[None, :]).to(tl.bfloat16), mask=inside)
+    tl.store(rstd + row, scale, mask=row < rows)
+
+
+@triton.jit
+def _add_rms_norm_backward_kernel(
+    by_sum, by_normed, sums, rstd, weight, by_x, by_weight, rows, HAS_SUM: tl.constexpr, LEARNS: tl.constexpr,
+    width: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: ROWS rows and, if the weight learns, their share of its gradient, float32 (.., D)."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    scale = tl.load(rstd + row, mask=row < rows, other=0.0)
+    unit = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
+    gradient = tl.load(by_normed + at, mask=inside, other=0.0).to(tl.float32)
+    if LEARNS:
+        share = by_weight + tl.program_id(0).to(tl.int64) * width + column
+        tl.store(share, tl.sum(gradient * unit, axis=0), mask=column < width)
+    gradient *= tl.load(weight + column, mask=column < width, other=0.0)[None, :]
+    along = tl.sum(gradient * unit, axis=1) / width
+    gradient = (gradient - unit * along[:, None]) * scale[:, None]
+    if HAS_SUM:
+        gradient += tl.load(by_sum + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(by_x + at, gradient.to(tl.bfloat16), mask=inside)
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        rows, width = x.shape
+        normed = torch.empty_like(x)
+        sums = x if delta is None else torch.empty_like(x)
+        rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+        _add_rms_norm_kernel[(triton.cdiv(rows, _NORM_ROWS),)](
+            x, delta, weight, sums, normed, rstd, rows, EPSILON, HAS_DELTA=delta is not None, width=width,
+            ROWS=_NORM_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=8,
+        )  # fmt: skip
+        ctx.save_for_backward(sums, rstd, weight)
+        ctx.set_materialize_grads(False)
+        ctx.has_delta = delta is not None
+        return (x.view_as(x) if delta is None else sums), normed
+
+    @staticmethod
+    def backward(ctx: Any, by_sum: Tensor | None, by_normed: Tensor) -> tuple[Tensor | None, ...]:
+        sums, rstd, weight = ctx.saved_tensors
+        rows, width = sums.shape
+        by_x = torch.empty_like(sums)
+        programs, learns = triton.cdiv(rows, _NORM_ROWS), ctx.needs_input_grad[2]
+        shares = torch.empty(programs if learns else 0, width, dtype=torch.float32, device=sums.device)
+        _add_rms_norm_backward_kernel[(programs,)](
+            by_sum, by_normed.contiguous(), sums, rstd, weight, by_x, shares, rows, HAS_SUM=by_sum is not None,
+            LEARNS=learns, width=width, ROWS=_NORM_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=8,
+        )  # fmt: skip
+        return by_x, (by_x if ctx.has_delta else None), (shares.sum(0) if learns else None)
+
+
+def qkv_reference(
+    x: Tensor, weight: Tensor, query_norm: Tensor, key_norm: Tensor, rope: Tensor, *, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalised and turned queries and keys, and values: (N, D), (3 D, D), 2 (W), (2, T, W/2) -> 3 (B, H, T, W)."""
+    cos, sin = rope
+    split = F.linear(x, weight).view(-1, len(cos), 3, heads, x.size(1) // heads).permute(2, 0, 3, 1, 4)
+    turned = []
+    for part, learned in zip(split[:2], (query_norm, key_norm), strict=True):
+        unit = F.rms_norm(part.float(), (part.size(-1),), eps=EPSILON) * learned
+        first, second = unit.chunk(2, dim=-1)
+        turned.append(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x))
+    return turned[0], turned[1], split[2]
+
+
+def qkv(
+    x: Tensor, weight: Tensor, query_norm: Tensor, key_norm: Tensor, rope: Tensor, *, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As the reference, for bf16 x and weight, float32 norms and rope: three views of one buffer."""
+    norms = torch.stack((query_norm, key_norm))
+    result: tuple[Tensor, Tensor, Tensor] = _QKV.apply(x, weight, norms, rope.contiguous(), heads)
+    return result
+
+
+@triton.jit
+def _norm_turn_kernel(
+    qkv, rstd, norms, cos, sin, rows, length, eps, heads: tl.constexpr, width: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """In place on the queries and keys of bf16 (N, 3, H, W). One program: ROWS tokens of one head."""
+    head = tl.program_id(0)  # 0 .. 2 H
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    half: tl.constexpr = width // 2
+    column = tl.arange(0, half)
+    inside = (row < rows)[:, None] & (column < half)[None, :]
+    at = row.to(tl.int64)[:, None] * (3 * heads * width) + head * width + column[None, :]
+    first = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(qkv + at + half, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / width + eps)
+    learned = norms + (head // heads) * width + column
+    first *= scale[:, None] * tl.load(learned)[None, :]
+    second *= scale[:, None] * tl.load(learned + half)[None, :]
+    place = (row % length)[:, None] * half + column[None, :]
+    c = tl.load(cos + place)
+    s = tl.load(sin + place)
+    tl.store(qkv + at, (first * c - second * s).to(tl.bfloat16), mask=inside)
+    tl.store(qkv + at + half, (second * c + first * s).to(tl.bfloat16), mask=inside)
+    tl.store(rstd + row.to(tl.int64) * (2 * heads) + head, scale, mask=row < rows)
+
+
+@triton.jit
+def _norm_turn_backward_kernel(
+    by_q, by_k, by_v, qkv, rstd, norms, by_qkv, by_norms, cos, sin, rows, length, heads: tl.constexpr,
+    width: tl.constexpr, ROWS: tl.constexpr, TIMES: tl.constexpr,
+):  # fmt: skip
+    """by_q, by_k, by_v: bf16 (N, H, W); qkv as the forward kernel left it; by_qkv: bf16 (N, 3, H, W), written.
+
+    One program: TIMES times ROWS tokens of one head, and their share of the norms' gradient, float32 (.., 2 H, W).
+    """
+    slot = tl.program_id(0)  # 0 .. 3 H
+    part = slot // heads
+    half: tl.constexpr = width // 2
+    column = tl.arange(0, half)
+    learned = norms + tl.minimum(part, 1) * width + column
+    w_first = tl.load(learned)[None, :]
+    w_second = tl.load(learned + half)[None, :]
+    share_first = tl.zeros((ROWS, half), dtype=tl.float32)
+    share_second = tl.zeros((ROWS, half), dtype=tl.float32)
+    for time in range(TIMES):
+        row = (tl.program_id(1) * TIMES + time) * ROWS + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < half)[None, :]
+        at = row.to(tl.int64)[:, None] * (3 * heads * width) + slot * width + column[None, :]
+        incoming = row.to(tl.int64)[:, None] * (heads * width) + (slot % heads) * width + column[None, :]
+        if part == 2:
+            tl.store(by_qkv + at, tl.load(by_v + incoming, mask=inside), mask=inside)
+            tl.store(by_qkv + at + half, tl.load(by_v + incoming + half, mask=inside), mask=inside)
+        else:
+            source = by_q
+            if part == 1:
+                source = by_k
+            g_first = tl.load(source + incoming, mask=inside, other=0.0).to(tl.float32)
+            g_second = tl.load(source + incoming + half, mask=inside, other=0.0).to(tl.float32)
+            t_first = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
+            t_second = tl.load(qkv + at + half, mask=inside, other=0.0).to(tl.float32)
+            place = (row % length)[:, None] * half + column[None, :]
+            c = tl.load(cos + place)
+            s = tl.load(sin + place)
+            # Turn both back. What forward left is weight times unit vector, so the unit vector need not be kept too.
+            h_first = g_first * c + g_second * s
+            h_second = g_second * c - g_first * s
+            u_first = tl.where(w_first == 0.0, 0.0, (t_first * c + t_second * s) / w_first)
+            u_second = tl.where(w_second == 0.0, 0.0, (t_second * c - t_first * s) / w_second)
+            share_first += h_first * u_first
+            share_second += h_second * u_second
+            h_first *= w_first
+            h_second *= w_second
+            along = (tl.sum(h_first * u_first + h_second * u_second, axis=1) / width)[:, None]
+            scale = tl.load(rstd + row.to(tl.int64) * (2 * heads) + slot, mask=row < rows, other=0.0)[:, None]
+            tl.store(by_qkv + at, ((h_first - u_first * along) * scale).to(tl.bfloat16), mask=inside)
+            tl.store(by_qkv + at + half, ((h_second - u_second * along) * scale).to(tl.bfloat16), mask=inside)
+    if part < 2:
+        share = by_norms + (tl.program_id(1) * (2 * heads) + slot) * width + column
+        tl.store(share, tl.sum(share_first, axis=0))
+        tl.store(share + half, tl.sum(share_second, axis=0))
+
+
+class _QKV(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, norms: Tensor, rope: Tensor, heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, width, length = x.size(0), x.size(1) // heads, rope.size(1)
+        qkv = x @ weight.t()  # (N, 3 D)
+        rstd = torch.empty(rows, 2 * heads, dtype=torch.float32, device=x.device)
+        _norm_turn_kernel[(2 * heads, triton.cdiv(rows, _TURN_ROWS))](
+            qkv, rstd, norms, rope[0], rope[1], rows, length, EPSILON, heads=heads, width=width, ROWS=_TURN_ROWS,
+            num_warps=4,
+        )  # fmt: skip
+        ctx.save_for_backward(x, weight, norms, rope, qkv, rstd)
+        ctx.heads = heads
+        q, k, v = qkv.view(-1, length, 3, heads, width).permute(2, 0, 3, 1, 4)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx: Any, by_q: Tensor, by_k: Tensor, by_v: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, norms, rope, qkv, rstd = ctx.saved_tensors
+        rows, heads, width = x.size(0), ctx.heads, norms.size(1)
+        by_qkv = torch.empty_like(qkv)
+        groups = triton.cdiv(rows, _TURN_ROWS * _TURN_TIMES)
+        shares = torch.empty(groups, 2, heads, width, dtype=torch.float32, device=x.device)
+        by_q, by_k, by_v = (gradient.transpose(1, 2).contiguous() for gradient in (by_q, by_k, by_v))
+        _norm_turn_backward_kernel[(3 * heads, groups)](
+            by_q, by_k, by_v, qkv, rstd, norms, by_qkv, shares, rope[0], rope[1], rows, rope.size(1), heads=heads,
+            width=width, ROWS=_TURN_ROWS, TIMES=_TURN_TIMES, num_warps=4,
+        )  # fmt: skip
+        by_norms = shares.sum((0, 2)) if ctx.needs_input_grad[2] else None
+        return by_qkv @ weight, by_qkv.t() @ x, by_norms, None, None
+
+
+def relu2_mlp_reference(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """(N, D), (F, D), (D, F) -> (N, D)."""
+    return F.linear(F.relu(F.linear(x, up)).square(), down)
+
+
+def relu2_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """As the reference, in bf16: the inner product and the activation are one kernel each way."""
+    result: Tensor = _Relu2MLP.apply(x, up, down)
+    return result
+
+
+@triton.jit
+def _relu2_product_kernel(
+    a_tiles,  # (M, K)
+    b_tiles,  # (N, K) forward, (K, N) backward
+    squared_tiles,  # (M, N): written forward, read backward
+    out_tiles,  # (M, N): written backward
+    M, N, K,
+    BACKWARD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """Forward: relu(a b^T)^2. Backward: (a b) * 2 sqrt(squared), the gradient before the activation.
+
+    A squared ReLU tells its own slope: 2 relu(h) = 2 sqrt(relu(h)^2). So h itself is never written.
+    """
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    in_group = GROUP * tiles_n
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
+        first_m = tile // in_group * GROUP
+        height = min(tiles_m - first_m, GROUP)
+        at_m = (first_m + (tile % in_group) % height) * BLOCK_M
+        at_n = ((tile % in_group) // height) * BLOCK_N
+        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            a = a_tiles.load([at_m, k])
+            if BACKWARD:
+                b = b_tiles.load([k, at_n])
+                total = tl.dot(a, b, total)
+            else:
+                b = b_tiles.load([at_n, k])
+                total = tl.dot(a, b.T, total)
+        # Two half-wide stores keep the staging buffers small.
+        halves = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
+        for half in tl.static_range(2):
+            column = at_n + half * (BLOCK_N // 2)
+            if BACKWARD:
+                slope = tl.sqrt(squared_tiles.load([at_m, column]).to(tl.float32))
+                out_tiles.store([at_m, column], (2.0 * halves[half] * slope).to(tl.bfloat16))
+            else:
+                positive = tl.maximum(halves[half], 0.0)
+                squared_tiles.store([at_m, column], (positive * positive).to(tl.bfloat16))
+
+
+class _Relu2MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        squared = torch.empty(x.size(0), up.size(0), dtype=x.dtype, device=x.device)
+        m, n, k = 128, 256, 64
+        programs = _processors(x.device)
+        tiles = TensorDescriptor.from_tensor(squared, [m, n // 2])
+        _relu2_product_kernel[(programs,)](
+            TensorDescriptor.from_tensor(x, [m, k]), TensorDescriptor.from_tensor(up, [n, k]), tiles, tiles,
+            x.size(0), up.size(0), x.size(1), BACKWARD=False, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP=8,
+            PROGRAMS=programs, FLATTEN=True, num_stages=3, num_warps=8,
+        )  # fmt: skip
+        ctx.save_for_backward(x, up, down, squared)
+        return squared @ down.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, up, down, squared = ctx.saved_tensors
+        by_inner = torch.empty_like(squared)
+        # Smaller tiles than forward, two programs to a processor: one reads `squared` while the other multiplies.
+        m, n, k = 128, 128, 64
+        programs = 2 * _processors(x.device)
+        gradient = gradient.contiguous()
+        _relu2_product_kernel[(programs,)](
+            TensorDescriptor.from_tensor(gradient, [m, k]), TensorDescriptor.from_tensor(down, [k, n]),
+            TensorDescriptor.from_tensor(squared, [m, n // 2]), TensorDescriptor.from_tensor(by_inner, [m, n // 2]),
+            x.size(0), up.size(0), x.size(1), BACKWARD=True, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP=8,
+            PROGRAMS=programs, FLATTEN=False, num_stages=3, num_warps=4,
+        )  # fmt: skip
+        return by_inner @ up, by_inner.t() @ x, gradient.t() @ squared
+
+
+def embedding_reference(ids: Tensor, table: Tensor) -> Tensor:
+    """Rows of a float32 table in bf16: int64 (..), (V, D) -> (.., D)."""
+    return F.embedding(ids, table).bfloat16()
+
+
+def embedding(ids: Tensor, table: Tensor) -> Tensor:
+    """As the reference; the gradient is added up by float32 atomics: fast, but not the same bits every time."""
+    if torch.are_deterministic_algorithms_enabled():
+        return embedding_reference(ids, table)
+    result: Tensor = _Embedding.apply(ids, table)
+    return result
+
+
+@triton.jit
+def _scatter_kernel(ids, rows, out, width: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    value = tl.load(rows + row * width + column, mask=column < width).to(tl.float32)
+    tl.atomic_add(out + tl.load(ids + row) * width + column, value, mask=column < width, sem="relaxed")
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, table: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.shape = table.shape
+        return embedding_reference(ids, table)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        (ids,) = ctx.saved_tensors
+        width = ctx.shape[1]
+        by_table = torch.zeros(ctx.shape, dtype=torch.float32, device=ids.device)
+        _scatter_kernel[(ids.numel(),)](
+            ids, gradient.contiguous(), by_table, width=width, BLOCK=triton.next_power_of_2(width), num_warps=4
+        )
+        return None, by_table
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,221 @@
+"""The Triton kernels equal the plain PyTorch beside them: on a GPU, or else through Triton's interpreter."""
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drumline import fused_gpt
+from drumline.config import GPTConfig
+from drumline.fused_gpt import FusedGPT, fits
+from drumline.linear_cross_entropy import IGNORED, cross_entropy_in_place_reference
+from drumline.model import GPT
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # must be so before anything imports Triton
+NEEDS_TRITON = pytest.mark.skipif(
+    not HAS_TRITON or (DEVICE.type == "cpu" and not INTERPRETED),
+    reason="Triton is not installed" if not HAS_TRITON else "interpreted in a process of its own",
+)
+NEEDS_HOPPER = pytest.mark.skipif(
+    DEVICE.type != "cuda" or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+MODERN = GPTConfig(
+    vocab_size=512,
+    max_position_embeddings=64,
+    n_layers=3,
+    n_heads=4,
+    d_model=64,
+    d_ff=256,
+    positions="rope",
+    norm="rmsnorm",
+    activation="relu2",
+    qk_norm=True,
+    bias=False,
+)
+RECIPE = replace(MODERN, tie_embeddings=False, norm_weights=False, softcap=15.0, value_tables=2)
+EXACT_TO = 8e-3
+"""Relative error of bf16 results; Triton's interpreter rounds them towards zero."""
+
+
+@pytest.mark.skipif(not HAS_TRITON or DEVICE.type == "cuda" or INTERPRETED, reason="no Triton, or no need")
+def test_the_kernels_equal_the_plain_operations_in_tritons_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q", __file__]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a module of kernels. oneDNN's bf16 products trap on some virtual machines."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        yield lambda name: importlib.import_module(f"drumline.{name}")
+
+
+def normal(*shape: int, std: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator) * std).to(DEVICE, dtype)
+
+
+def positive(width: int) -> Tensor:
+    """A norm's weight."""
+    return normal(width, dtype=torch.float32).abs() + 0.5
+
+
+def error(got: Tensor, wanted: Tensor) -> float:
+    got, wanted = got.detach().double(), wanted.detach().double()
+    return float((got - wanted).norm() / wanted.norm())
+
+
+def check(operation: Callable[..., Any], reference: Callable[..., Any], *arguments: Tensor) -> None:
+    """Results and all gradients, against the reference in float64."""
+    given = [a.clone().requires_grad_() for a in arguments]
+    exact = [a.double().requires_grad_() for a in arguments]
+    results, wanted = operation(*given), reference(*exact)
+    if isinstance(results, Tensor):
+        results, wanted = (results,), (wanted,)
+    incoming = [normal(*result.shape) for result in results]
+    gradients = torch.autograd.grad(results, given, incoming)
+    wanted_gradients = torch.autograd.grad(wanted, exact, [g.double() for g in incoming])
+    for got, want in zip((*results, *gradients), (*wanted, *wanted_gradients), strict=True):
+        assert got.shape == want.shape and error(got, want) < EXACT_TO
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("rows", [3, 64])
+def test_residual_sum_and_norm_equal_the_plain_ones(kernels: Callable[[str], ModuleType], rows: int) -> None:
+    ops = kernels("fused_ops")
+    check(ops.add_rms_norm, ops.add_rms_norm_reference, normal(rows, 96), normal(rows, 96, std=2.0), positive(96))
+    check(
+        lambda x, weight: ops.add_rms_norm(x, None, weight),
+        lambda x, weight: ops.add_rms_norm_reference(x, None, weight),
+        normal(rows, 96),
+        positive(96),
+    )
+
+
+@NEEDS_TRITON
+def test_normalised_and_turned_queries_and_keys_equal_the_plain_ones(kernels: Callable[[str], ModuleType]) -> None:
+    ops = kernels("fused_ops")
+    rope = GPT(MODERN).rope.to(DEVICE)  # type: ignore[union-attr]
+    check(
+        lambda *args: ops.qkv(*args, rope, heads=4),
+        lambda *args: ops.qkv_reference(*args, rope.double(), heads=4),
+        normal(320, 64),
+        normal(192, 64, std=0.2),
+        positive(16),
+        positive(16),
+    )
+
+
+@NEEDS_HOPPER
+@pytest.mark.parametrize("rows", [128, 1000])
+def test_squared_relu_inside_the_products_equals_the_plain_one(kernels: Callable[[str], ModuleType], rows: int) -> None:
+    ops = kernels("fused_ops")
+    check(
+        ops.relu2_mlp,
+        ops.relu2_mlp_reference,
+        normal(rows, 192),
+        normal(768, 192, std=0.1),
+        normal(192, 768, std=0.1),
+    )
+
+
+@NEEDS_TRITON
+def test_the_gradient_of_a_row_looked_up_twice_is_the_sum(kernels: Callable[[str], ModuleType]) -> None:
+    ops = kernels("fused_ops")
+    ids = torch.tensor([[0, 3, 3], [8, 3, 0]], device=DEVICE)
+    check(
+        lambda table: ops.embedding(ids, table),
+        lambda table: torch.nn.functional.embedding(ids, table),
+        normal(9, 24, dtype=torch.float32),
+    )
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("vocab", [300, 20_000])
+def test_losses_and_gradients_of_logits_equal_the_plain_ones(
+    kernels: Callable[[str], ModuleType], vocab: int, softcap: float
+) -> None:
+    logits, targets = normal(6, vocab, std=3.0), torch.tensor([0, 7, IGNORED, 299, 2, IGNORED], device=DEVICE)
+    in_place = kernels("fused_cross_entropy").cross_entropy_in_place
+    own, exact = logits.clone(), logits.double()
+    losses = in_place(own, targets, ignored=IGNORED, softcap=softcap, gradient=True)
+    wanted = cross_entropy_in_place_reference(exact, targets, softcap=softcap, gradient=True)
+    assert error(losses, wanted) < 1e-5 and error(own, exact) < EXACT_TO
+    assert losses[2] == 0.0 and own[2].abs().max() == 0.0
+    untouched = logits.clone()
+    again = in_place(untouched, targets, ignored=IGNORED, softcap=softcap, gradient=False)
+    assert torch.equal(again, losses) and torch.equal(untouched, logits)
+
+
+@NEEDS_TRITON
+def test_a_target_that_is_no_token_makes_the_loss_not_finite(kernels: Callable[[str], ModuleType]) -> None:
+    losses = kernels("fused_cross_entropy").cross_entropy_in_place(
+        normal(3, 50), torch.tensor([50, -1, 4], device=DEVICE), ignored=IGNORED, softcap=0.0, gradient=False
+    )
+    assert losses.isnan().tolist() == [True, True, False]
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("config", [MODERN, RECIPE], ids=["modern", "recipe"])
+def test_a_fused_gpt_has_the_loss_and_gradients_of_a_plain_one(
+    kernels: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, config: GPTConfig
+) -> None:
+    if DEVICE.type == "cpu":  # the interpreter cannot multiply bf16 tiles
+        monkeypatch.setattr(kernels("fused_ops"), "relu2_mlp", kernels("fused_ops").relu2_mlp_reference)
+    monkeypatch.setattr(fused_gpt, "has_kernels", lambda device: True)
+    monkeypatch.setattr(FusedGPT, "is_fused", lambda self, device, dtype: True)
+    torch.manual_seed(0)
+    fused, plain = FusedGPT(config).to(DEVICE), GPT(config).to(DEVICE)
+    for weight in fused.parameters():
+        torch.nn.init.normal_(weight, mean=float(weight.dim() == 1), std=0.1)
+    plain.load_state_dict(fused.state_dict())
+    ids = torch.randint(512, (2, 64), device=DEVICE)
+    losses, gradients = [], []
+    for model in (fused, plain):
+        with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=DEVICE.type == "cuda" or model is fused):
+            losses.append(model(ids, targets=ids)[1])
+        gradients.append(torch.autograd.grad(losses[-1], list(model.parameters())))
+    assert error(*losses) < 0.01
+    for (name, _), got, want in zip(plain.named_parameters(), *gradients, strict=True):
+        assert got.dtype is torch.float32 and error(got, want) < 0.06, name
+
+
+def test_a_fused_gpt_without_its_kernels_is_a_gpt_to_the_bit() -> None:
+    torch.manual_seed(0)
+    fused, plain = FusedGPT(RECIPE), GPT(RECIPE)
+    plain.load_state_dict(fused.state_dict())
+    ids = torch.randint(512, (2, 64))
+    assert torch.equal(fused(ids, targets=ids)[1], plain(ids, targets=ids)[1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"activation": "swiglu"},
+        {"dropout": 0.1},
+        {"n_kv_heads": 2},
+        {"bias": True},
+        {"norm": "layernorm"},
+        {"positions": "learned"},
+        {"qk_norm": False},
+        {"d_model": 96, "n_heads": 2},
+    ],
+    ids=str,
+)
+def test_kernels_are_not_used_for_a_model_that_they_do_not_compute(change: dict[str, Any]) -> None:
+    assert fits(MODERN) and fits(RECIPE)
+    assert not fits(replace(MODERN, **change))

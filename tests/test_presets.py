@@ -1,0 +1,124 @@
+"""Recipes: what a preset's recipe fills in, what flags change about it, and that a run's config holds it all."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.cli import run_command
+from drumline.config import ModelSettings, OptimConfig, Recipe, TrainConfig
+from drumline.config_file import differences, from_settings, read_settings, sections, to_toml
+from drumline.presets import PRESETS, RECIPES, gpt_config, with_preset
+
+OPTIONS: dict[str, Any] = {
+    "tie_embeddings": True,
+    "init": "gpt2",
+    "norm_weights": True,
+    "softcap": 0.0,
+    "value_tables": 1,
+    "short_contexts": 0.25,
+    "optimizer": "adamw",
+    "embedding_lr": 0.01,
+    "head_lr": 0.02,
+    "schedule": "cosine",
+    "warmup_steps": 7,
+    "min_lr_ratio": 0.3,
+    "decay_fraction": 0.7,
+    "weight_decay": 0.2,
+    "momentum": 0.5,
+    "beta1": 0.6,
+    "beta2": 0.7,
+    "eps": 1e-5,
+    "grad_clip": 3.0,
+}
+"""Another value for everything that the modern recipe sets."""
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    return {name: value for section in asdict(config).values() for name, value in section.items()}
+
+
+def test_modern_presets_take_the_modern_recipe_and_classic_ones_the_classic() -> None:
+    for name in PRESETS:
+        found = settings(with_preset(TrainConfig(model=ModelSettings(preset=name))))
+        recipe: Recipe = "modern" if name.startswith("modern") else "classic"
+        assert found["recipe"] == recipe
+        expected = {**RECIPES[recipe], **PRESETS[name].adjusted}
+        assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize("name", ["tiny", "modern-tiny"])
+def test_the_classic_recipe_is_adamw_with_warmup_and_cosine_and_nothing_added_to_the_block(name: str) -> None:
+    config = with_preset(TrainConfig(model=ModelSettings(preset=name, recipe="classic")))
+    assert config.optim == OptimConfig(
+        lr=2e-3, **{k: v for k, v in RECIPES["classic"].items() if k != "short_contexts"}
+    )
+    gpt = gpt_config(config.model, vocab_size=64)
+    assert (gpt.tie_embeddings, gpt.init, gpt.norm_weights, gpt.softcap, gpt.value_tables) == (
+        True,
+        "gpt2",
+        True,
+        0.0,
+        0,
+    )
+    assert gpt.positions == ("rope" if name == "modern-tiny" else "learned")
+
+
+def test_the_rate_is_that_of_the_optimizer_in_use() -> None:
+    def rates(**optim: Any) -> tuple[Any, ...]:
+        recipe = optim.pop("recipe", None)
+        found = with_preset(TrainConfig(model=ModelSettings(recipe=recipe), optim=OptimConfig(**optim))).optim
+        return found.lr, found.embedding_lr, found.head_lr
+
+    chosen = PRESETS["modern-tiny"]
+    modern = {**RECIPES["modern"], **chosen.adjusted}
+    own = (modern["embedding_lr"], modern["head_lr"])
+    assert rates() == (chosen.muon_lr, *own)
+    assert rates(optimizer="adamw") == (chosen.lr, *own)
+    assert rates(lr=0.5) == (0.5, *own)
+    assert rates(recipe="classic") == (chosen.lr, None, None)
+    assert rates(recipe="classic", optimizer="muon") == (chosen.muon_lr, chosen.lr, chosen.lr)
+
+
+def test_everything_a_recipe_sets_can_be_set_by_itself_and_is_kept_in_the_config(tmp_path: Path) -> None:
+    assert OPTIONS.keys() == RECIPES["modern"].keys()
+    plain = with_preset(TrainConfig())
+    for name, value in OPTIONS.items():
+        section = next(part for part, names in sections().items() if name in names)
+        given = replace(TrainConfig(), **{section: replace(getattr(TrainConfig(), section), **{name: value})})
+        config = with_preset(given)
+        expected = {name} | ({"lr"} if name == "optimizer" else set())
+        assert differences(plain, config).keys() == expected
+        file = tmp_path / "config.toml"
+        file.write_text(to_toml(config), encoding="utf-8")
+        assert from_settings(read_settings(file)) == config == with_preset(config)
+
+
+def test_a_run_keeps_its_recipe_and_refuses_another(
+    train: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert train("--recipe", "classic", "--run_dir", "run") == 0
+    assert run_command(["train", "--run_dir", "run"]) == 0
+    assert run_command(["train", "--run_dir", "run", "--recipe", "modern"]) == 1
+    assert "recipe classic -> modern" in capsys.readouterr().err
+
+
+def test_dry_run_counts_the_weights_and_state_of_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    def parameters(*flags: str) -> int:
+        assert run_command(["train", "--dry_run", "--device", "cpu", *flags]) == 0
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("parameters "))
+        return int(line.split()[1].replace(",", ""))
+
+    modern, table = parameters(), 2048 * 192
+    assert parameters("--value_tables", "0") == modern - 2 * table
+    assert parameters("--tie_embeddings") == modern - table
+    assert parameters("--norm_weights") == modern + 4 * (2 * 192 + 2 * 48) + 192
+    assert parameters("--recipe", "classic") == modern - 3 * table + 4 * (2 * 192 + 2 * 48) + 192
+
+
+def test_dry_run_counts_one_moment_for_muons_matrices_and_two_for_adamws() -> None:
+    from drumline.dry_run import memory_bytes
+
+    shape = {"tokens": 1, "n_layers": 1, "d_model": 1, "vocab_size": 1, "value_bytes": 4}
+    assert memory_bytes(10, **shape)[0] == 160 and memory_bytes(10, by_muon=6, **shape)[0] == 4 * 16 + 6 * 12
