@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 SHELL := /bin/bash
 
-.PHONY: train test lint format system-packages clean
+.PHONY: train test drill lint format system-packages clean
 
 train: $(VENV)/.train
 	$(BIN)/drumline train $(ARGS)
 
 test: $(VENV)/.dev system-packages lint
 	$(BIN)/python -m pytest -n auto $(ARGS)
+
+drill: $(VENV)/.train
+	$(BIN)/drumline drill --minutes 10 $(ARGS)
 
 system-packages:
 	@tests/system-packages

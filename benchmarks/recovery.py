@@ -29,7 +29,9 @@ from drumline.drill_run import DrilledRun
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=20)
-    repeat = parser.parse_args().repeat
+    parser.add_argument("--faults", default="kill,crash,stop,term,launcher")
+    arguments = parser.parse_args()
+    repeat, faults = arguments.repeat, arguments.faults.split(",")
     header()
     print(f"{'fault':<10} {'held':>8} {'noticed, s':>12} {'worst':>7} {'again, s':>10} {'worst':>7} {'lost':>5}")
     with tempfile.TemporaryDirectory() as folder:
@@ -37,14 +39,19 @@ def main() -> None:
         with drilled_run(config, steps=1_000_000) as run:
             run.start()
             run.wait_for_steps(3)
-            for fault in ("kill", "crash", "stop", "term"):
+            for fault in faults:
+                if fault == "launcher":
+                    launchers(run, repeat)
+                    continue
                 outcomes = []
                 for number in range(repeat):
                     run.sleep(until=time.monotonic() + 1.0)
                     run.wait_for_steps(1, ranks=2)
+                    since = time.monotonic()
                     outcomes.append(inject(fault, run, random.Random(number)))
+                    if not outcomes[-1].held:
+                        print(outcomes[-1], *(line.text for line in run.lines if line.said_s > since), sep="\n  ")
                 report(outcomes)
-            launchers(run, repeat)
 
 
 def report(outcomes: list[Outcome]) -> None:
@@ -69,11 +76,20 @@ def launchers(run: DrilledRun, repeat: int) -> None:
         began = time.monotonic()
         os.kill(launcher.pid, signal.SIGKILL)
         launcher.wait()
-        _, left = psutil.wait_procs(processes, timeout=30)
-        times.append(time.monotonic() - began if not left else float("inf"))
+        while any(map(lives, processes)):
+            time.sleep(0.01)
+        times.append(time.monotonic() - began)
         run.start()
         run.wait_for_steps(1)
     print(f"launcher killed: no process left after {median(times):.2f} s, at worst {max(times):.2f} s, {repeat} times")
+
+
+def lives(process: psutil.Process) -> bool:
+    """A process that has ended and waits for somebody to ask how is gone."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 if __name__ == "__main__":

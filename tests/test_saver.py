@@ -28,6 +28,7 @@ from drumline.cluster import Place, World
 from drumline.errors import CheckpointError
 from drumline.records import count
 from drumline.run_folder import RunFolder
+from drumline.snapshots import Snapshots
 
 
 def world_of(rank: int, size: int, meeting: Path) -> World:
@@ -248,8 +249,10 @@ def test_a_run_that_must_stop_gives_up_after_a_few_tries_and_says_what_is_saved(
         monkeypatch.setattr(saver, "_write_part", _refuse)
         with pytest.raises(CheckpointError, match="step 9 could not be saved") as raised:
             saver.finish(state(9), give_up=lambda: True)
-    assert "the newest checkpoint is of step 3" in raised.value.fix
+    assert "the newest checkpoint is of step 3" in raised.value.problem and "kept in /dev/shm" in raised.value.problem
     assert [event["event"] for _, event in told] == ["save failed"] * 3
+    kept = Snapshots(folder.path / "memory", folder).newest(warn=print)
+    assert kept is not None and kept.step == 9  # a start that comes soon enough goes on from there
 
 
 def test_a_run_folder_that_is_gone_is_not_made_anew_where_its_disk_was(tmp_path: Path) -> None:

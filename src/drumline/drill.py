@@ -109,11 +109,14 @@ def paced_gpt(shape: GPTConfig) -> GPT:
 
 
 class _PacedGPT(GPT):
+    _due_s = 0.0
+
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Tensor | None]:
         logits, loss = super().forward(*args, **kwargs)
         folder = os.environ.get(_ENVIRONMENT)
         if folder and self.training and loss is not None:
-            time.sleep(STEP_S / MICRO_BATCHES * int(os.environ["WORLD_SIZE"]))
+            time.sleep(max(0.0, self._due_s - time.monotonic()))
+            self._due_s = time.monotonic() + STEP_S / MICRO_BATCHES * int(os.environ["WORLD_SIZE"])
             order = Path(folder) / f"nan-{os.environ['RANK']}"
             if order.exists():
                 order.unlink()
@@ -129,7 +132,7 @@ def run_drill(config: DrillConfig, *, say: Callable[[str], None]) -> DrillReport
     config.folder.mkdir(parents=True)
     (config.folder / REPORT).write_text("{}\n", encoding="utf-8")
     plan = schedule(config)
-    report = DrillReport(steps=max(_STEPS_PER_FAULT * len(plan), round(config.minutes * 60 * 0.92 / STEP_S)))
+    report = DrillReport(steps=max(_STEPS_PER_FAULT * len(plan), round(config.minutes * 60 * 0.9 / STEP_S)))
     with drilled_run(config, steps=report.steps) as run:
         say(f"training {report.steps:,} steps undisturbed, to know what must come out")
         report.undisturbed_sha256 = _undisturbed(config, report.steps)
@@ -253,7 +256,7 @@ def _command(config: DrillConfig, name: str, steps: int) -> Sequence[str]:
         "batch_size": 2,
         "global_batch_size": 2 * MICRO_BATCHES,
         "dropout": 0.1,
-        "save_every": 20,
+        "save_every": 10,
         "snapshot_every": 5,
         "eval_every": 200,
         "eval_windows": 4,

@@ -152,7 +152,7 @@ def _restarted(run: DrilledRun, fault: Fault, pattern: str, harm: Callable[[], N
     harm()
     named = run.wait_for(pattern, since=began)
     again = run.wait_for_steps(1, ranks=sum(run.shares), but=attempts)
-    going = run.said(_GOING_ON, since=began)
+    going = run.wait_for(_GOING_ON, since=began, within_s=5.0)  # it was said before; it may not have been read yet
     lost = max(0, before - _number(going, 1)) if going else None
     noticed = named.said_s - began if named else None
     return Outcome(fault, before, noticed, again and again - began, lost, named is not None, note)

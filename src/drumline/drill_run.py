@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,10 @@ from pathlib import Path
 from drumline.heartbeat import Beat, read_pulse
 from drumline.supervisor import newest_attempt
 
+_TIED = (
+    "import os, sys; from drumline import heartbeat; heartbeat.die_with_parent(); os.execv(sys.argv[1], sys.argv[1:])"
+)
+"""Start a command so that it dies with the drill."""
 _POLL_S = 0.01
 _PATIENCE_S = 60.0
 """How long the drill waits for what should come at once; what takes longer has failed."""
@@ -62,7 +67,7 @@ class DrilledRun:
             words = ["--nproc", str(self.shares[host])]
             words += ["--nnodes", f"1:{len(self.shares)}"] if len(self.shares) > 1 else []
             launcher = subprocess.Popen(
-                [*self._command, *words],
+                [sys.executable, "-c", _TIED, *self._command, *words],
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, dynamic_rendezvous
@@ -83,7 +83,8 @@ def _brief_delay(seconds: float | tuple[float, float]) -> None:
     time.sleep(_ASK_S)
 
 
-# Torch's rendezvous asks for news once a second, which is most of a restart; a few hundred hosts may ask more often.
+# Torch's rendezvous asks for news once a second and believes them for another, which is most of a restart.
+# A few hundred hosts may ask more often.
 dynamic_rendezvous._delay = _brief_delay  # type: ignore[attr-defined]
 
 
@@ -132,6 +133,7 @@ class HostsMeeting(Meeting):
                 keep_alive_interval=1,
                 keep_alive_max_attempt=3,
             )
+            cast(Any, self._handler)._state_holder._cache_duration = 0
         self._look = _Look(self._reached, self._point)
 
     def change(self) -> Change:

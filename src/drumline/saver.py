@@ -28,7 +28,7 @@ from drumline.errors import CheckpointError, DrumlineError
 from drumline.records import count
 from drumline.retention import Retention, prune
 from drumline.run_folder import RunFolder
-from drumline.snapshots import Snapshots
+from drumline.snapshots import MEMORY, Snapshots
 from drumline.staging import Staging
 from drumline.storage import FileFacts, write_tensors
 
@@ -188,12 +188,27 @@ class Saver:
             if saved:
                 return
             if stop:
+                in_memory = self._world.on_main(lambda: self._keep_in_memory(state))
+                kept = f"its state is kept in {MEMORY} until this host restarts" if in_memory else "it is lost"
                 raise CheckpointError(
-                    f"step {state.step} could not be saved to {self._folder.checkpoints} before the run had to stop",
-                    fix=f"make room there and start again: the newest checkpoint is of step {self._newest_step()}",
+                    f"step {state.step} could not be saved to {self._folder.checkpoints} before the run had to stop: "
+                    f"{kept}; the newest checkpoint is of step {self._newest_step()}",
+                    fix="make room there and start the same command again",
+                    told=not self._world.is_main,
                 )
             time.sleep(max(0.0, self._retry_at - time.monotonic()))
             self.save(state)
+
+    def _keep_in_memory(self, state: RunState) -> bool:
+        """The last resort of a run that must end while its disk takes nothing."""
+        tensors = tensors_of(self._model, self._optimizer)
+        if self._snapshots.no_room(sum(tensor.nbytes for tensor in tensors.values())) is not None:
+            return False
+        try:
+            self._snapshots.save(self._staging.copy(tensors), self._with_scalars(state))
+        except OSError:
+            return False
+        return True
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

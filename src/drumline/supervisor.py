@@ -234,8 +234,9 @@ class Supervisor(SimpleElasticAgent):
         stopped = _process_state(self._ranks.pid(hang.rank)) == psutil.STATUS_STOPPED
         self._ranks.send(signal.SIGUSR2)
         files = {rank: self._folder / f"stack-{rank}" for rank in codes}
+        able = [file for rank, file in files.items() if rank != hang.rank or not hang.frozen]
         asked = time.monotonic()
-        while time.monotonic() - asked < _STACKS_S and not all(_size(file) for file in files.values()):
+        while time.monotonic() - asked < _STACKS_S and not all(_size(file) for file in able):
             time.sleep(_POLL_S)
         stacks = {rank: file.read_text(encoding="utf-8") for rank, file in files.items() if file.exists()}
         self._ranks.kill()
