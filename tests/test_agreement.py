@@ -26,7 +26,7 @@ def assert_named(outcomes: list[Outcome], fact: str) -> None:
     assert not Path("run/metrics.jsonl").exists() or Path("run/metrics.jsonl").read_text() == ""
 
 
-@pytest.mark.parametrize("flags", [["--lr", "0.5"], ["--seed", "3"], ["--save_every", "2"], ["--weight_decay", "0"]])
+@pytest.mark.parametrize("flags", [["--lr", "0.5"], ["--seed", "3"], ["--save_every", "2"], ["--weight_decay", "0.3"]])
 def test_a_setting_that_one_rank_has_otherwise_is_named(here: Path, flags: list[str]) -> None:
     assert_named(train_ranks(3, *FLAGS, last=flags), flags[0].removeprefix("--"))
 

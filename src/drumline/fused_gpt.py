@@ -2,8 +2,8 @@
 
 They fit a modern model (rotary positions, RMSNorm, normalised queries and keys, squared ReLU, no biases) without
 dropout and shared key/value heads, in bfloat16 on a Hopper GPU. Weights stay float32 parameters with the names that a
-GPT gives them, so optimizer, ranks and checkpoints see no difference; each forward casts them once. To train the same
-model without these kernels: `--model drumline.model:GPT`.
+GPT gives them, so optimizer, ranks and checkpoints see no difference; each forward casts them once. To train with
+them: `--model drumline.fused_gpt:FusedGPT`.
 """
 
 from __future__ import annotations

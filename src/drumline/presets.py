@@ -111,9 +111,10 @@ PRESETS: dict[str, Preset] = {
     "gpt2-xl": Preset(shape=XL, family=CLASSIC, lr=2e-4),
     "modern-tiny": _tiny(MODERN),
     "modern": Preset(shape=SMALL, family=MODERN, lr=6e-4, recipe="modern"),
-    "modern-medium": Preset(shape=MEDIUM, family=MODERN, lr=3e-4, recipe="modern"),
-    "modern-large": Preset(shape=LARGE, family=MODERN, lr=2.5e-4, recipe="modern"),
-    "modern-xl": Preset(shape=XL, family=MODERN, lr=2e-4, recipe="modern"),
+    # Larger ones train by the classic recipe until the modern one has been measured there.
+    "modern-medium": Preset(shape=MEDIUM, family=MODERN, lr=3e-4),
+    "modern-large": Preset(shape=LARGE, family=MODERN, lr=2.5e-4),
+    "modern-xl": Preset(shape=XL, family=MODERN, lr=2e-4),
 }
 
 

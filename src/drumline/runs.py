@@ -13,7 +13,7 @@ from drumline import checkpoints
 from drumline.config import TrainConfig
 from drumline.config_file import differences, from_settings, read_settings
 from drumline.errors import CheckpointError
-from drumline.fused_gpt import FusedGPT
+from drumline.model import GPT
 from drumline.plugins import load_plugin
 from drumline.presets import gpt_config
 from drumline.records import read_metrics
@@ -54,7 +54,7 @@ def build_model(config: TrainConfig, *, vocab_size: int) -> nn.Module:
     padded = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE  # matrix products are faster on round sizes
     shape = gpt_config(config.model, vocab_size=padded)
     if config.model.model == "gpt":
-        return FusedGPT(shape)
+        return GPT(shape)
     model: nn.Module = load_plugin(config.model.model)(shape)
     return model
 
