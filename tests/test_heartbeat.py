@@ -108,6 +108,7 @@ def test_under_torchrun_a_rank_dies_with_it_and_says_what_torchrun_leaves_open()
     code = "from drumline.heartbeat import under_torchrun; print(under_torchrun(), flush=True); input()"
     agent = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {code!r}]))"
     variables = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_MAX_RESTARTS": "3", "SLURM_JOB_ID": "7"}
+    variables |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}  # a launcher in this very process sets it
     with subprocess.Popen(
         [sys.executable, "-c", agent],
         env={**os.environ, **variables},
