@@ -39,10 +39,11 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     return {name: value for section in asdict(config).values() for name, value in section.items()}
 
 
-def test_modern_presets_take_the_modern_recipe_and_classic_ones_the_classic() -> None:
+@pytest.mark.parametrize("recipe", ["classic", "modern"])
+def test_each_recipe_can_be_chosen_for_each_preset_and_classic_is_the_default(recipe: Recipe) -> None:
     for name in PRESETS:
-        found = settings(with_preset(TrainConfig(model=ModelSettings(preset=name))))
-        recipe: Recipe = "modern" if name.startswith("modern") else "classic"
+        assert with_preset(TrainConfig(model=ModelSettings(preset=name))).model.recipe == "classic"
+        found = settings(with_preset(TrainConfig(model=ModelSettings(preset=name, recipe=recipe))))
         assert found["recipe"] == recipe
         expected = {**RECIPES[recipe], **PRESETS[name].adjusted}
         assert {key: found[key] for key in expected} == expected
@@ -67,7 +68,7 @@ def test_the_classic_recipe_is_adamw_with_warmup_and_cosine_and_nothing_added_to
 
 def test_the_rate_is_that_of_the_optimizer_in_use() -> None:
     def rates(**optim: Any) -> tuple[Any, ...]:
-        recipe = optim.pop("recipe", None)
+        recipe = optim.pop("recipe", "modern")
         found = with_preset(TrainConfig(model=ModelSettings(recipe=recipe), optim=OptimConfig(**optim))).optim
         return found.lr, found.embedding_lr, found.head_lr
 
@@ -83,10 +84,11 @@ def test_the_rate_is_that_of_the_optimizer_in_use() -> None:
 
 def test_everything_a_recipe_sets_can_be_set_by_itself_and_is_kept_in_the_config(tmp_path: Path) -> None:
     assert OPTIONS.keys() == RECIPES["modern"].keys()
-    plain = with_preset(TrainConfig())
+    modern = TrainConfig(model=ModelSettings(recipe="modern"))
+    plain = with_preset(modern)
     for name, value in OPTIONS.items():
         section = next(part for part, names in sections().items() if name in names)
-        given = replace(TrainConfig(), **{section: replace(getattr(TrainConfig(), section), **{name: value})})
+        given = replace(modern, **{section: replace(getattr(modern, section), **{name: value})})
         config = with_preset(given)
         expected = {name} | ({"lr"} if name == "optimizer" else set())
         assert differences(plain, config).keys() == expected
@@ -106,7 +108,7 @@ def test_a_run_keeps_its_recipe_and_refuses_another(
 
 def test_dry_run_counts_the_weights_and_state_of_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     def parameters(*flags: str) -> int:
-        assert run_command(["train", "--dry_run", "--device", "cpu", *flags]) == 0
+        assert run_command(["train", "--dry_run", "--device", "cpu", "--recipe", "modern", *flags]) == 0
         (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("parameters "))
         return int(line.split()[1].replace(",", ""))
 
@@ -114,7 +116,8 @@ def test_dry_run_counts_the_weights_and_state_of_every_option(capsys: pytest.Cap
     assert parameters("--value_tables", "0") == modern - 2 * table
     assert parameters("--tie_embeddings") == modern - table
     assert parameters("--norm_weights") == modern + 4 * (2 * 192 + 2 * 48) + 192
-    assert parameters("--recipe", "classic") == modern - 3 * table + 4 * (2 * 192 + 2 * 48) + 192
+    untied = ("--value_tables", "0", "--tie_embeddings", "--norm_weights")
+    assert parameters(*untied) == modern - 3 * table + 4 * (2 * 192 + 2 * 48) + 192
 
 
 def test_dry_run_counts_one_moment_for_muons_matrices_and_two_for_adamws() -> None:

@@ -96,9 +96,8 @@ def _tiny(family: dict[str, Any]) -> Preset:
         vocab_size=2048,
         batch_size=16,
         lr=2e-3,
-        recipe="modern" if family is MODERN else "classic",
         # Attention is a twelfth of the arithmetic at 128 tokens: shorter contexts would save little.
-        adjusted={"short_contexts": 0.0} if family is MODERN else {},
+        adjusted={"short_contexts": 0.0},
         total_steps=800,
     )
 
@@ -110,8 +109,7 @@ PRESETS: dict[str, Preset] = {
     "gpt2-large": Preset(shape=LARGE, family=CLASSIC, lr=2.5e-4),
     "gpt2-xl": Preset(shape=XL, family=CLASSIC, lr=2e-4),
     "modern-tiny": _tiny(MODERN),
-    "modern": Preset(shape=SMALL, family=MODERN, lr=6e-4, recipe="modern"),
-    # Larger ones train by the classic recipe until the modern one has been measured there.
+    "modern": Preset(shape=SMALL, family=MODERN, lr=6e-4),
     "modern-medium": Preset(shape=MEDIUM, family=MODERN, lr=3e-4),
     "modern-large": Preset(shape=LARGE, family=MODERN, lr=2.5e-4),
     "modern-xl": Preset(shape=XL, family=MODERN, lr=2e-4),
@@ -139,7 +137,7 @@ def with_preset(config: TrainConfig) -> TrainConfig:
     """The same config with every setting that the preset and its recipe decide filled in."""
     chosen = preset(config.model.preset)
     name = config.model.recipe or chosen.recipe
-    recipe = {**RECIPES[name], **(chosen.adjusted if name == chosen.recipe else {})}
+    recipe = {**RECIPES[name], **chosen.adjusted}
     gpt = {**asdict(GPTConfig()), **recipe, **chosen.shape, **chosen.family, "context": chosen.context, "recipe": name}
     rates = {"lr": chosen.lr}
     if (config.optim.optimizer or recipe["optimizer"]) == "muon":
