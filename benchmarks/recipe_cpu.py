@@ -88,7 +88,7 @@ def compare(folder: Path, steps: int) -> None:
 
 def ablate(folder: Path, steps: int) -> None:
     print(f"{steps} steps\n{'without':<42}bits/byte   tokens/s")
-    found = side_by_side(folder, [(flags, steps) for flags in WITHOUT.values()])
+    found = side_by_side(folder, [(f"--recipe modern {flags}", steps) for flags in WITHOUT.values()])
     for name, trained in zip(WITHOUT, found, strict=True):
         print(f"{name:<42}{trained.bits_per_byte:9.4f} {trained.tokens_per_s:10.0f}", flush=True)
 
