@@ -9,7 +9,7 @@ SOURCE = Path(drumline.__file__).parent
 
 # Each line may import from the lines above it, and a module from those before it on its own line.
 ORDER = """
-errors disk
+errors disk finding cards
 config
 config_file presets bench_config plugins run_folder heartbeat causes
 text_files text_hub text corpus token_manifest tokenizer tokens prepare

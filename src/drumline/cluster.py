@@ -242,8 +242,8 @@ def leave() -> None:
             store.set(f"drumline/left/{rank}", "")
         elif isinstance(sys.exc_info()[1], DrumlineError | None):  # after a crash nobody is worth waiting for
             store.wait([f"drumline/left/{other}" for other in range(1, size)], _GOODBYE)
-    # Whoever frees a gloo group holds the interpreter's lock while it joins gloo's threads, and one of them may just want
-    # that lock to let go of the last tensor it reduced. So a group that was left is kept until the process ends.
+    # Whoever frees a gloo group holds the interpreter's lock while it joins gloo's threads, and one of them may just
+    # want that lock to let go of the last tensor it reduced. So a group that was left is kept until the process ends.
     _LEFT.append(dist.group.WORLD)
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()

@@ -49,8 +49,8 @@ class Meeting(RendezvousHandler):
     def share(self, cause: dict[str, Any]) -> None:
         """Let the other hosts know why this attempt ended."""
 
-    def shared(self) -> dict[str, Any] | None:
-        """What another host gives as the cause, if it does so within a moment."""
+    def shared(self, *, wait: bool) -> dict[str, Any] | None:
+        """What another host gives as the cause; `wait`: or will give within a moment."""
         return None
 
     def leave(self, *, finished: bool) -> None:
@@ -145,15 +145,15 @@ class HostsMeeting(Meeting):
             store = self._info.store
             _Background(lambda: store.set("cause", json.dumps(cause))).done.wait(_CAUSE_S)
 
-    def shared(self) -> dict[str, Any] | None:
+    def shared(self, *, wait: bool) -> dict[str, Any] | None:
         if self._info is None:
             return None
         store = self._info.store
 
-        def ask() -> dict[str, Any]:
-            store.wait(["cause"], timedelta(seconds=_CAUSE_S))
-            found: dict[str, Any] = json.loads(store.get("cause"))
-            return found
+        def ask() -> dict[str, Any] | None:
+            if wait:
+                store.wait(["cause"], timedelta(seconds=_CAUSE_S))
+            return json.loads(store.get("cause")) if store.check(["cause"]) else None
 
         asking = _Background(ask)
         asking.done.wait(2 * _CAUSE_S)

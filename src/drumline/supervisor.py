@@ -42,9 +42,7 @@ _BARREN = 3
 """Crashes in a row without a step more than before, after which it is no use to go on trying."""
 _SAVE_S, _LEAVE_S, _SYMPTOM_S, _STACKS_S = 600.0, 5.0, 1.0, 1.0
 """How long ranks may take to save and stop; to end when one has ended; to show a better cause; to show their stacks."""
-
-
-_MOVED_S = 10.0
+_MOVED_S = 3.0
 """How long ranks may wait for those of a host that has left the attempt, before they are killed."""
 _CHANGES = {
     "left": "another host is gone; going on without it",
@@ -101,8 +99,9 @@ class Supervisor(SimpleElasticAgent):
             if isinstance(ended, int):
                 self._meeting.leave(finished=ended == 0)
                 return _result(ended)
-            if isinstance(ended, Cause):
-                self._after_crash(self._first_of_all_hosts(ended))
+            cause = self._first_of_all_hosts(ended)
+            if cause is not None:
+                self._after_crash(cause)
 
     def _meet(self, group: WorkerGroup) -> None:
         while True:
@@ -242,12 +241,14 @@ class Supervisor(SimpleElasticAgent):
         self._ranks.kill()
         return hang_cause(hang, self._ends(codes), stopped=stopped, stacks=stacks)
 
-    def _first_of_all_hosts(self, cause: Cause) -> Cause:
-        """A rank that merely lost its peers: the host of the one that died first knows better."""
-        if cause.kind != "lost peer":
+    def _first_of_all_hosts(self, cause: Cause | None) -> Cause | None:
+        """Where no rank here failed, or only because its peers were gone, the host of the first to die knows better."""
+        if cause is not None and cause.kind != "lost peer":
             self._meeting.share(cause.as_dict())
             return cause
-        found = self._meeting.shared()
+        if cause is None and self._meeting.change() in ("left", "cut off"):
+            return None  # who would tell is gone
+        found = self._meeting.shared(wait=cause is not None)
         return Cause(**{**found, "others": tuple(found["others"])}) if found else cause
 
     def _after_crash(self, cause: Cause) -> None:

@@ -1,0 +1,85 @@
+"""The network cards of this machine, and which of them gloo and NCCL would use."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import psutil
+
+_VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali")
+"""Cards that lead nowhere outside their machine."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """One network card."""
+
+    name: str
+    addresses: tuple[str, ...]
+    mtu: int
+    is_up: bool
+    speed_mbit: int = 0
+    """0: not known."""
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.name == "lo" or any(address.startswith("127.") or address == "::1" for address in self.addresses)
+
+    @property
+    def is_virtual(self) -> bool:
+        return self.name.startswith(_VIRTUAL)
+
+
+def find_cards() -> list[Card]:
+    """All cards, those that lead to other machines first."""
+    stats = psutil.net_if_stats()
+    cards = []
+    for name, entries in psutil.net_if_addrs().items():
+        addresses = tuple(
+            entry.address.split("%")[0] for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)
+        )
+        stat = stats.get(name)
+        if stat is not None:
+            cards.append(Card(name, addresses, stat.mtu, stat.isup, stat.speed))
+    return sorted(cards, key=lambda card: (card.is_loopback, card.is_virtual, not card.is_up, card.name))
+
+
+def address_towards(address: str) -> str | None:
+    """The address of this machine from which packets to that one leave; None where there is no route."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # of a datagram socket: nothing is sent
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def card_of(address: str, cards: Sequence[Card]) -> Card | None:
+    """The card that has this address."""
+    return next((card for card in cards if address in card.addresses), None)
+
+
+def gloo_address(environ: Mapping[str, str], cards: Sequence[Card]) -> str | None:
+    """The address that gloo announces to the other ranks, as torch chooses it; None: it would find none and fail.
+
+    Its rule: the first address of GLOO_SOCKET_IFNAME, or else what this machine's own name resolves to, or else lo. The
+    second is a trap where /etc/hosts gives the name 127.0.1.1, as Debian's installer does.
+    """
+    if wanted := environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
+        card = next((card for card in cards if card.name == wanted), None)
+        return next(iter(card.addresses), None) if card else None
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return "127.0.0.1"
+    for family, kind, protocol, _, where in found:
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.bind((where[0], 0))
+            except OSError:
+                continue
+            return str(where[0])
+    return "127.0.0.1"
