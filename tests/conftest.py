@@ -36,6 +36,13 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def here(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder is one of the test's own, with the folder of text in it."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def train(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """`drumline train` with `small` flags on that text."""
     monkeypatch.chdir(tmp_path)

@@ -11,12 +11,6 @@ from ranks import Outcome, _command, run_ranks, train_ranks
 FLAGS = small("--train_data_path", "text", "--run_dir", "run")
 
 
-@pytest.fixture
-def here(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def assert_named(outcomes: list[Outcome], fact: str) -> None:
     assert [outcome.code for outcome in outcomes] == [1] * 3, outcomes[0].err
     first, *table, fix = outcomes[0].err.splitlines()

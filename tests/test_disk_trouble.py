@@ -25,12 +25,6 @@ Trouble = tuple[Callable[[int], object], Callable[[int], object]]
 
 
 @pytest.fixture
-def here(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def disk(here: Path) -> Iterator[Path]:
     """A small disk of its own."""
     folder = here / "disk"

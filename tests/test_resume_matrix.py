@@ -52,12 +52,6 @@ def _fit(run_dir: str, stop: bool) -> tuple[str, int, str]:
     return result.state, result.step, result.weights_sha256
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize("before", SIZES)
 def test_a_run_stopped_on_some_ranks_ends_with_the_same_bits_on_any_other_number(here: Path, before: int) -> None:
     whole = run_ranks(_fit, [("whole", False)])[0].value

@@ -25,12 +25,6 @@ FLAGS = small(*DATA, "--total_steps", str(STEPS))
 PLAIN = ("--recipe", "classic")
 
 
-@pytest.fixture
-def here(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def train(size: int, run: str, *flags: str) -> None:
     for outcome in train_ranks(size, *FLAGS, "--run_dir", run, *flags):
         assert outcome.code == 0, outcome.err
