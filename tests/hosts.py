@@ -1,20 +1,35 @@
-"""Two hosts on one machine: network namespaces joined by a cable, each with its own address, name and ports.
+"""Hosts on one machine: network namespaces joined by a cable or a switch, each with its own address, name and ports.
 
 Only the disk is shared, and a test that gives each host a folder of its own has not even that. Linux alone can do this,
-and only for root.
+and only for root. Faults are made with nftables, and delay by a relay that holds frames back, which is this file, run
+with two cards and the seconds.
 """
 
 from __future__ import annotations
 
+import array
+import collections
 import contextlib
+import ctypes
+import fcntl
 import itertools
+import multiprocessing
 import os
+import selectors
 import shutil
 import signal
+import socket
+import struct
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +37,9 @@ PORT = 29500
 """Nothing else listens on a host that was just made."""
 
 _NAMES, _NUMBERS = ("host-a", "host-b"), itertools.count()
+_SIOCETHTOOL, _OFFLOADS = 0x8946, (0x17, 0x1F, 0x24)  # ETHTOOL_STXCSUM, _STSO, _SGSO
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
+_MS_BIND, _MS_REC, _MS_SLAVE = 4096, 16384, 1 << 19
 # `ip netns exec` has given the process its own mounts, so that the bind is seen by no one else and ends with it.
 _ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
 
@@ -48,8 +66,24 @@ class Started:
 
 
 @dataclass
+class Called:
+    """A function that runs on a host."""
+
+    host: str
+    process: ForkServerProcess
+    pipe: Connection
+
+    def result(self, *, within_s: float) -> Any:
+        """What it returned; an assertion with its traceback if it raised."""
+        assert self.pipe.poll(within_s), f"{self.host} gave no answer within {within_s} s"
+        raised, value = self.pipe.recv()
+        assert not raised, f"{self.host} raised\n{value}"
+        return value
+
+
+@dataclass
 class Host:
-    """A network of its own, with a name that resolves on both hosts."""
+    """A network of its own, with a name that resolves on all hosts."""
 
     name: str
     address: str
@@ -57,6 +91,35 @@ class Host:
     scratch: Path
     """Where the file of names and the logs lie."""
     started: list[Started] = field(default_factory=list)
+    called: list[Called] = field(default_factory=list)
+
+    def call(self, work: Callable[..., Any], *arguments: Any, env: Mapping[str, str] | None = None) -> Called:
+        """Call a function here, in a process that has torch from the start: much cheaper than one that imports it."""
+        import ranks  # names what the server imports  # noqa: F401
+
+        context = multiprocessing.get_context("forkserver")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(
+            target=_call_here,
+            args=(theirs, self.namespace, self.scratch / "hosts", self.name, dict(env or {}), work, arguments),
+        )
+        process.start()
+        theirs.close()
+        self.called.append(Called(self.name, process, ours))
+        return self.called[-1]
+
+    def filter(self, hook: str, rule: str) -> None:
+        """Add a rule of nftables: what comes in passes "prerouting" and then "input"."""
+        if shutil.which("nft") is None:
+            pytest.skip("faults are made with `nft`: apt install nftables")
+        words = f"add table inet t; add chain inet t {hook} {{ type filter hook {hook} priority 0; }}"
+        command = ["ip", "netns", "exec", self.namespace, "nft", f"{words}; add rule inet t {hook} {rule}"]
+        made = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert made.returncode == 0, made.stderr
+
+    def heal(self) -> None:
+        """Remove all rules."""
+        subprocess.run(["ip", "netns", "exec", self.namespace, "nft", "flush", "ruleset"], check=True)
 
     def start(self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None) -> Started:
         """Start a command here, with some variables beside the test's own."""
@@ -79,6 +142,10 @@ class Host:
         for each in self.started:
             each.process.kill()
             each.process.wait()
+        for call in self.called:
+            call.process.kill()
+            call.process.join()
+            call.pipe.close()
         while pids := _ip("netns", "pids", self.namespace).split():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
@@ -106,6 +173,117 @@ def two_hosts(scratch: Path) -> Iterator[tuple[Host, Host]]:
         yield a, b
 
 
+@contextlib.contextmanager
+def hosts_on_a_switch(scratch: Path, count: int, *, delay_last_s: float = 0.0) -> Iterator[list[Host]]:
+    """Hosts a, b, c and so on; packets to and from the last one may be held back."""
+    prefix = f"drumline-{os.getpid()}-{next(_NUMBERS)}"
+    switch = f"{prefix}-switch"
+    hosts = [
+        Host(f"host-{chr(ord('a') + i)}", f"10.77.0.{i + 1}", f"{prefix}-host-{chr(ord('a') + i)}", scratch)
+        for i in range(count)
+    ]
+    names = [("127.0.0.1", "localhost"), *((host.address, host.name) for host in hosts)]
+    (scratch / "hosts").write_text("".join(f"{address} {name}\n" for address, name in names))
+    with contextlib.ExitStack() as stack:
+        _make(switch)
+        stack.callback(_ip, "netns", "del", switch)
+        _ip("-n", switch, "link", "add", "switch", "type", "bridge")
+        _ip("-n", switch, "link", "set", "switch", "up")
+        for number, host in enumerate(hosts):
+            _make(host.namespace)
+            stack.callback(_ip, "netns", "del", host.namespace)
+            stack.callback(host.end_all)
+            port, held = f"port{number}", bool(delay_last_s) and host is hosts[-1]
+            _ip("link", "add", "eth0", "netns", host.namespace, "type", "veth", "peer", "name", port, "netns", switch)
+            _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
+            for card in ("lo", "eth0"):
+                _ip("-n", host.namespace, "link", "set", card, "up")
+            if held:
+                _ip("-n", switch, "link", "add", "held", "type", "veth", "peer", "name", "behind")
+            for card in (port, *(("held", "behind") if held else ())):
+                _ip("-n", switch, "link", "set", card, "up")
+            _ip("-n", switch, "link", "set", "behind" if held else port, "master", "switch")
+            if held:
+                stack.enter_context(_relay(switch, [each.namespace for each in hosts], port, "held", delay_last_s))
+        yield hosts
+
+
+@contextlib.contextmanager
+def _relay(switch: str, namespaces: Sequence[str], one: str, other: str, delay_s: float) -> Iterator[None]:
+    me = [sys.executable, __file__]
+    for namespace in namespaces:  # frames as on a cable: whole, and no longer than it carries
+        subprocess.run(["ip", "netns", "exec", namespace, *me, "plain", "eth0"], check=True)
+    relay = subprocess.Popen(["ip", "netns", "exec", switch, *me, one, other, str(delay_s)], stdout=subprocess.PIPE)
+    assert relay.stdout is not None
+    try:
+        assert relay.stdout.readline() == b"ready\n"
+        yield
+    finally:
+        relay.kill()
+        relay.wait()
+        relay.stdout.close()
+
+
+def _hold_frames(cards: Sequence[str], delay_s: float) -> None:
+    """Pass frames from each card to the other, later."""
+    everything = socket.htons(3)
+    sockets = [socket.socket(socket.AF_PACKET, socket.SOCK_RAW, everything) for _ in cards]
+    waiting: collections.deque[tuple[float, int, bytes]] = collections.deque()
+    selector = selectors.DefaultSelector()
+    for number, (card, each) in enumerate(zip(cards, sockets, strict=True)):
+        each.bind((card, 0))
+        each.setblocking(False)
+        selector.register(each, selectors.EVENT_READ, number)
+    print("ready", flush=True)
+    while True:
+        for key, _ in selector.select(max(0.0, waiting[0][0] - time.monotonic()) if waiting else None):
+            frame, sender = sockets[key.data].recvfrom(1 << 16)
+            if sender[2] != socket.PACKET_OUTGOING:
+                waiting.append((time.monotonic() + delay_s, 1 - key.data, frame))
+        while waiting and waiting[0][0] <= time.monotonic():
+            _, number, frame = waiting.popleft()
+            with contextlib.suppress(OSError):
+                sockets[number].send(frame)
+
+
+def _without_offload(card: str) -> None:
+    """Make a card compute checksums and cut packets itself instead of leaving it to hardware that is not there."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for command in _OFFLOADS:
+            value = array.array("B", struct.pack("II", command, 0))
+            request = struct.pack("16sP", card.encode(), value.buffer_info()[0]).ljust(40, b"\0")
+            fcntl.ioctl(any_socket, _SIOCETHTOOL, request)
+
+
+def _call_here(
+    pipe: Connection,
+    namespace: str,
+    names: Path,
+    name: str,
+    environ: Mapping[str, str],
+    work: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    """Move this process to a host, as `ip netns exec` and _ENTER do, and call something there."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        place = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+        for failed in (
+            libc.setns(place, _CLONE_NEWNET),
+            libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS),
+            libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None),
+            libc.mount(str(names).encode(), b"/etc/hosts", None, _MS_BIND, None),
+        ):
+            assert not failed, os.strerror(ctypes.get_errno())
+        socket.sethostname(name)
+        os.environ.update(environ)
+        answer = False, work(*arguments)
+    except BaseException:
+        answer = True, traceback.format_exc()
+    pipe.send(answer)
+    os._exit(0)  # as drumline ends
+
+
 def _make(namespace: str) -> None:
     """A new network namespace, or a skipped test where this machine or user cannot have one."""
     if shutil.which("ip") is None:
@@ -120,3 +298,10 @@ def _ip(*words: str) -> str:
     done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
     return done.stdout
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "plain":
+        _without_offload(sys.argv[2])
+    else:
+        _hold_frames(sys.argv[1:3], float(sys.argv[3]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from pathlib import Path
 
 import psutil
 
@@ -17,6 +18,17 @@ def rank_process(launcher_pid: int, rank: int) -> psutil.Process:
             if any(file.path.endswith(f"/pulse-{rank}") for file in child.memory_maps()):
                 return child
     raise AssertionError(f"no process is rank {rank}")
+
+
+def wait_until_it_catches(pid: int, signum: int) -> None:
+    """Until a process has a handler of its own for a signal."""
+    deadline = time.monotonic() + _GONE_S
+    while time.monotonic() < deadline:
+        status = Path(f"/proc/{pid}/status").read_text()
+        if int(status.partition("SigCgt:")[2].split()[0], 16) >> (signum - 1) & 1:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} does not catch signal {signum}")
 
 
 def wait_until_gone(processes: list[psutil.Process]) -> None:

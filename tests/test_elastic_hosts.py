@@ -116,6 +116,31 @@ def test_two_hosts_finish_together_and_a_rank_that_dies_is_named_on_both(
     )
 
 
+LAST_WORK = """
+import os, time
+import drumline.pretrain
+from drumline.model import GPT
+
+def plot(*args, **kwargs):
+    while not os.path.exists("done"):
+        time.sleep(0.05)
+
+drumline.pretrain.plot_loss = plot
+"""
+
+
+def test_a_host_that_is_done_waits_for_the_last_work_of_the_other(
+    hosts: tuple[Host, Host], train: Callable[..., Started], tmp_path: Path
+) -> None:
+    (tmp_path / "last_work.py").write_text(LAST_WORK)
+    _, b = hosts
+    both = [train(host, *ENDPOINT, "--model", "last_work:GPT", nnodes="2", steps=20) for host in hosts]
+    wait(lambda: step(tmp_path / "run") == 20 and not ranks(b), "the end of host b's rank", *both)
+    time.sleep(6)  # longer than a host that says nothing counts as alive
+    (tmp_path / "done").touch()
+    assert [each.ended(within_s=TIMEOUT_S) for each in both] == [0, 0], "\n".join(each.said for each in both)
+
+
 def test_a_host_that_dies_and_comes_back_is_done_without_and_taken_in_again(
     hosts: tuple[Host, Host], train: Callable[..., Started], tmp_path: Path
 ) -> None:

@@ -120,8 +120,11 @@ def started(*more: str, nproc: int, hold: str) -> Iterator[subprocess.Popen[str]
         process.communicate()
 
 
-def stopped_in(phase: str, signum: int, *more: str, nproc: int) -> tuple[int, str]:
-    """Exit code and output of a run that got a signal in a phase; it left no process, and no traceback."""
+def stopped_in(phase: str, signum: int, *more: str, nproc: int, all_at_once: bool = False) -> tuple[int, str]:
+    """Exit code and output of a run that got a signal in a phase; it left no process, and no traceback.
+
+    all_at_once: every process of the run gets it
+    """
     with started(*more, nproc=nproc, hold=phase) as process:
         assert process.stdout is not None
         before = ""
@@ -130,6 +133,8 @@ def stopped_in(phase: str, signum: int, *more: str, nproc: int) -> tuple[int, st
             assert line, before
             before += line
         family = psutil.Process(process.pid).children(recursive=True)
+        for each in family if all_at_once else []:
+            each.send_signal(signum)
         process.send_signal(signum)
         out, err = process.communicate(timeout=TIMEOUT_S)
     _, alive = psutil.wait_procs(family, timeout=TIMEOUT_S)
@@ -185,6 +190,16 @@ def test_while_training_everything_is_saved_and_the_run_goes_on_to_the_same_bits
     saved = saved_step()
     assert saved == step or (step is None and 3 <= saved < STEPS)
     assert finish() == prepared[1]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_every_process_at_once_as_slurm_sends_it_saves_all_the_same(
+    here: Path, prepared: tuple[Path, str], signum: int
+) -> None:
+    shutil.copytree(prepared[0], here / "data")
+    code, said = stopped_in("first step", signum, nproc=2, all_at_once=True)
+    assert code == EXIT_STOPPED and "everything is saved" in said, said
+    assert 1 <= saved_step() <= 2 and finish() == prepared[1]
 
 
 @pytest.mark.parametrize(("signum", "nproc"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 2)])

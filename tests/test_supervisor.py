@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -93,7 +94,7 @@ class Launcher:
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     (tmp_path / "work.py").write_text(WORK)
-    before, started = _scratch(), []
+    started: list[subprocess.Popen[str]] = []
 
     def start(kind: str, *, restarts: int | None = None, steps: int = 100_000) -> Launcher:
         clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
@@ -113,13 +114,8 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     for process in started:
         process.kill()
         process.communicate()
-    for folder in _scratch() - before:
-        for file in folder.glob("*/*"):
-            file.unlink()
-
-
-def _scratch() -> set[Path]:
-    return set(Path("/dev/shm").glob("drumline-*"))
+        for folder in Path("/dev/shm").glob(f"drumline-{process.pid}-*"):
+            shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -131,7 +127,7 @@ def test_a_killed_rank_is_the_one_named_and_the_run_goes_on(launch: Callable[...
     launcher.until(10)
     assert launcher.end()[0] == 0
     first = launcher.said.splitlines()[0]
-    assert first.startswith(f"rank {number} on ") and f"(process {victim.pid}) was ended by SIGKILL at step 2" in first
+    assert first.startswith(f"rank {number} on ") and f"(process {victim.pid}) was ended by SIGKILL at step " in first
     assert first.endswith("; starting again (1)") and "onnection" not in launcher.said
 
 

@@ -17,7 +17,7 @@ from drumline.config import TrainConfig
 from drumline.errors import DrumlineError
 
 # Where things lie may differ from host to host; what they hold is compared by hash.
-_LOCAL = frozenset("run_dir resume_from data_dir train_data_path valid_data_path tokenizer nproc device".split())
+_LOCAL = frozenset("run_dir resume_from data_dir train_data_path valid_data_path tokenizer nproc device doctor".split())
 
 
 class DisagreementError(DrumlineError):

@@ -18,6 +18,9 @@ from cyclopts.config import Dict
 
 from drumline.cli_bench import bench
 from drumline.cli_checkpoint import checkpoint
+from drumline.cli_doctor import check_first, doctor
+from drumline.cli_jobs import add_jobs
+from drumline.cli_launch import launch
 from drumline.config import (
     BatchConfig,
     DataConfig,
@@ -32,6 +35,7 @@ from drumline.config import (
 )
 from drumline.config_file import read_settings
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, DrumlineError
+from drumline.job_command import flag
 from drumline.presets import PRESETS
 
 _DEFAULTS = TrainConfig()
@@ -48,6 +52,9 @@ app = App(
 )
 app.command(checkpoint)
 app.command(bench)
+app.command(doctor)
+app.command(launch)
+add_jobs(launch, check=lambda words: app.parse_args(list(words), exit_on_error=False, print_error=False))
 
 
 @app.command
@@ -143,7 +150,9 @@ def train(
         start_server(ranks.nproc)  # it loads torch while this process does
     from drumline.launch import launch_training, ranks_to_start, train_here
 
-    if nproc := ranks_to_start(settings):
+    nproc = ranks_to_start(settings)
+    check_first(settings, ranks=nproc)
+    if nproc:
         return launch_training(settings, nproc=nproc)
     for signum in _STOP_SIGNALS:
         if signal.getsignal(signum) is _leave:
@@ -294,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for signum in _STOP_SIGNALS:
             signal.signal(signum, _leave)
     code = run_command(words)
-    if "torch" in sys.modules and os.environ.get("WORLD_SIZE", "1") != "1":
+    if "torch" in sys.modules and (os.environ.get("WORLD_SIZE", "1") != "1" or words[:1] == ["doctor"]):
         # A rank has saved and said all it has to. Taking the interpreter apart under gloo's threads now and then aborts
         # the process, and an elastic launcher would then repeat a run that has ended.
         sys.stdout.flush()
@@ -330,11 +339,11 @@ def _layers(argv: list[str]) -> list[tuple[Path, dict[str, Any]]]:
     if argv[:1] != ["train"]:
         return []
     layers = []
-    config = _flag(argv, "config")
-    if config is not None:
+    config = flag(argv, "config")
+    if config:
         layers.append((Path(config), read_settings(Path(config))))
-    run_dir = _flag(argv, "run_dir") or (layers[0][1].get("run_dir") if layers else None)
-    resume_from = _flag(argv, "resume_from")
+    run_dir = flag(argv, "run_dir") or (layers[0][1].get("run_dir") if layers else None)
+    resume_from = flag(argv, "resume_from")
     stored = Path(run_dir) / "config.toml" if run_dir else None
     if (stored is None or not stored.exists()) and resume_from not in (None, "auto"):
         # A new run that starts from another one's checkpoint: RUN, or RUN/checkpoints/step-N.
@@ -345,15 +354,6 @@ def _layers(argv: list[str]) -> list[tuple[Path, dict[str, Any]]]:
         settings.pop("run_dir", None)  # the flag, if there is one, says the same or names a new run
         layers.append((stored, settings))
     return layers
-
-
-def _flag(argv: list[str], name: str) -> str | None:
-    """The value of --name in a command line, before it is parsed."""
-    for index, word in enumerate(argv):
-        flag, equals, value = word.partition("=")
-        if flag.startswith("--") and flag[2:].replace("-", "_") == name:
-            return value if equals else next(iter(argv[index + 1 : index + 2]), None)
-    return None
 
 
 def _complain(error: DrumlineError, code: int) -> int:

@@ -19,6 +19,8 @@ Schedule = Literal["cosine", "wsd", "constant"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 OnNonfinite = Literal["skip", "rollback", "halt"]
+MEETING_PORT = 29400
+"""Where several hosts meet, unless an endpoint says otherwise."""
 Backend = Literal["auto", "nccl", "gloo"]
 ScaleLr = Literal["none", "linear", "sqrt"]
 
@@ -304,6 +306,8 @@ class RunConfig:
     """How often a run may go back to a checkpoint and leave out the data that led it astray."""
     check_replicas_every: int | None = None
     """Steps between comparisons of all ranks' weights. Default: before each checkpoint."""
+    doctor: Literal["quick", "off"] = "quick"
+    """Checks of this machine before the run: quick, or off."""
 
     def __post_init__(self) -> None:
         _positive(self, "eval_every", "eval_windows", "save_every", "keep_checkpoints", "keep_every", "max_nonfinite")

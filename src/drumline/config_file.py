@@ -19,7 +19,7 @@ from drumline.errors import EXIT_USAGE, ConfigError
 FREE_TO_CHANGE = frozenset(
     "preset run_dir resume_from allow_change device compile eval_every eval_windows save_every snapshot_every "
     "keep_checkpoints keep_every keep_best on_nonfinite max_nonfinite spike_factor max_rollbacks check_replicas_every "
-    "hang_timeout nnodes rdzv_endpoint "
+    "hang_timeout nnodes rdzv_endpoint doctor "
     "log_every sample_prompt tensorboard use_wandb wandb_project wandb_run_name sink data_dir on_error "
     "nproc backend max_restarts train_data_path valid_data_path valid_fraction field tokenizer "
     "gradient_accumulation_steps".split()

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,7 @@ _PROGRESS, _TICK = struct.Struct("=dqq16s"), struct.Struct("=d")
 _TICK_AT, _SIZE = _PROGRESS.size, _PROGRESS.size + _TICK.size
 _TICK_EVERY_S, _FROZEN_S = 0.1, 1.5
 _LEAST_LIMIT_S, _MEDIANS, _PATIENT = 60.0, 20, 10
-_OTHERS_S = 3.0
+_OTHERS_S, _STACKS_S = 3.0, 1.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -157,8 +157,8 @@ class Watch:
                 return Hang(rank, beat.phase, beat.step, still_s, frozen=True)
         if not beats:
             return None
-        # Who has come least far is the one all others wait for: only its progress counts.
-        rank, beat = min(beats.items(), key=lambda item: (item[1].step, _order(item[1].phase)))
+        # Who has come least far is the one all others wait for: only its progress counts, and of several the latest.
+        rank, beat = min(beats.items(), key=lambda item: (item[1].step, _order(item[1].phase), -item[1].progressed_s))
         idle_s = now_s - max(beat.progressed_s, self._awake_s)
         frozen = now_s - max(beat.ticked_s, self._awake_s) > _FROZEN_S
         if beat.phase == "exchange":
@@ -166,6 +166,10 @@ class Watch:
         if beat.phase in _JUDGED and idle_s > limit_s and not frozen:
             return Hang(rank, beat.phase, beat.step, idle_s, frozen=False)
         return None
+
+    def excuse(self, now_s: float) -> None:
+        """What was found is none of these ranks' doing: give all of them as long again."""
+        self._awake_s = now_s
 
     def _learn(self, beats: Mapping[int, Beat], now_s: float) -> None:
         step = min((beat.step for beat in beats.values() if beat.phase in _JUDGED), default=None)
@@ -176,8 +180,42 @@ class Watch:
         self._step, self._since_s = step, now_s
 
 
+class Stacks:
+    """What ranks show of their stacks on a SIGUSR2 that is sent once this is made."""
+
+    def __init__(self, folder: Path, ranks: Iterable[int]) -> None:
+        self._files = {rank: folder / f"stack-{rank}" for rank in ranks}
+        self._before = {rank: len(_text(file)) for rank, file in self._files.items()}
+
+    def read(self) -> dict[int, str]:
+        return {rank: _text(file)[self._before[rank] :] for rank, file in self._files.items()}
+
+    def wait(self, *, but: int | None = None) -> None:
+        """Until all have shown theirs, or for a moment: a process may be in no state to."""
+        deadline = time.monotonic() + _STACKS_S
+        # The main thread's stack comes last, and what called it at its end.
+        while not all(text.endswith("in <module>\n") for rank, text in self.read().items() if rank != but):
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+
+
 def _order(phase: str) -> int:
     return PHASES.index(phase) if phase in PHASES else 0
+
+
+def promise_an_ending() -> None:
+    """Let the supervisor know that these ranks are to train: one that exits before it comes to its end is at fault."""
+    if folder := os.environ.get(ATTEMPT):
+        (Path(folder) / "to_end").touch()
+
+
+def has_promised_an_ending(folder: Path) -> bool:
+    return (folder / "to_end").exists()
 
 
 def tell_run_dir(path: Path) -> None:

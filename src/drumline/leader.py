@@ -18,14 +18,23 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistNetworkError
 
+from drumline.cards import find_cards
+from drumline.config import MEETING_PORT
 from drumline.errors import ConfigError
+from drumline.probe import resolve, user_of, why_not
 
-DEFAULT_PORT = 29400
-_TOUCH_S, _STALE_S, _PROBE_S, _RETRY_S, _SAY_EVERY_S = 1.0, 4.0, 1.0, 0.3, 60.0
+_TOUCH_S, _STALE_S, _PROBE_S, _RETRY_S = 1.0, 4.0, 1.0, 0.3
+_SAY_AFTER_S, _SAY_EVERY_S = 5.0, 60.0
 _STORE_TIMEOUT = timedelta(seconds=5)
+_MEANINGS = {
+    "unresolved": "the name is not known here; use its address, or name it in /etc/hosts",
+    "refused": "nothing listens there yet; start the same command there",
+    "timed out": "no answer; is the host up, and does its firewall let this port in?",
+    "no route": "no card here leads there",
+}
 
 
 @dataclass(frozen=True)
@@ -119,7 +128,7 @@ class MeetingPoint:
         self._endpoint = _parse(endpoint) if endpoint else None
         self._lease = lease
         self._say = say
-        self._said_s = time.monotonic()
+        self._say_at_s = time.monotonic() + _SAY_AFTER_S
         self._ours: tuple[Point, TCPStore] | None = None
         if endpoint is None and lease is None:
             raise ConfigError(
@@ -135,15 +144,15 @@ class MeetingPoint:
                 return Reached(self._ours[0], self._ours[0].address, self._ours[1])
             if self._ours is not None:
                 self.leave()  # another host has taken over
-            if point is None and self._endpoint is not None and not _is_here(self._endpoint.address):
+            if point is None and self._endpoint is not None and not is_here(self._endpoint.address):
                 point = self._endpoint
-            if point is not None and _answers(point):
+            why = _why_silent(point) if point is not None else ""
+            if point is not None and not why:
                 return Reached(point, _own_address(point), None)
             if self._may_lead(point):
                 self._lead()
-            elif time.monotonic() - self._said_s > _SAY_EVERY_S and point is not None:
-                self._said_s = time.monotonic()
-                self._say(f"waiting for the meeting point at {point.address}:{point.port}, which does not answer")
+            elif point is not None:
+                self._now_and_then(f"waiting for the meeting point at {point.address}:{point.port} ({why})")
         raise AssertionError
 
     def superseded(self, point: Point) -> bool:
@@ -163,12 +172,22 @@ class MeetingPoint:
         return self._lease is not None and self._lease.unchanged_s > _STALE_S
 
     def _lead(self) -> None:
-        port = self._endpoint.port if self._endpoint and _is_here(self._endpoint.address) else 0
-        store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        port = self._endpoint.port if self._endpoint and is_here(self._endpoint.address) else 0
+        try:
+            store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        except DistNetworkError:  # one that just ends may still have it
+            where = f"port {port} of {socket.gethostname()}, where the hosts are to meet"
+            self._now_and_then(f"{where}, is in use{user_of(port)}; give another --rdzv_endpoint on all hosts")
+            return
         address = _reachable(self._endpoint.address) if port and self._endpoint else _own_address(None)
         point = self._lease.take(address, store.port) if self._lease else Point(address, store.port)
         if point is not None:
             self._ours = point, store
+
+    def _now_and_then(self, text: str) -> None:
+        if time.monotonic() > self._say_at_s:
+            self._say_at_s = time.monotonic() + _SAY_EVERY_S
+            self._say(text)
 
     def _tries(self) -> Iterator[None]:
         while True:
@@ -180,18 +199,15 @@ def _parse(endpoint: str) -> Point:
     host, _, port = endpoint.partition(":")
     if not host or (port and not port.isdigit()):
         raise ConfigError(
-            f"rdzv_endpoint {endpoint} is not HOST:PORT", fix=f"as in --rdzv_endpoint host-a:{DEFAULT_PORT}"
+            f"rdzv_endpoint {endpoint} is not HOST:PORT", fix=f"as in --rdzv_endpoint host-a:{MEETING_PORT}"
         )
-    return Point(host, int(port or DEFAULT_PORT))
+    return Point(host, int(port or MEETING_PORT))
 
 
-def _is_here(name: str) -> bool:
+def is_here(name: str) -> bool:
     """Whether a name is this host's."""
-    own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    try:
-        return bool(own & {str(found[4][0]) for found in socket.getaddrinfo(name, None)})
-    except OSError:
-        return name == socket.gethostname()
+    own = {address for card in find_cards() for address in card.addresses}
+    return bool(own & set(resolve(name))) or name == socket.gethostname()
 
 
 def _reachable(name: str) -> str:
@@ -200,19 +216,21 @@ def _reachable(name: str) -> str:
     return next((address for address in found if not address.startswith("127.")), name)
 
 
-def _answers(point: Point) -> bool:
+def _why_silent(point: Point) -> str:
+    """Why a meeting point does not answer, and what that means; empty if it does."""
     try:
         socket.create_connection((point.address, point.port), timeout=_PROBE_S).close()
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        why = why_not(error)
+        return f"{why}: {_MEANINGS[why]}" if why in _MEANINGS else why
+    return ""
 
 
 def _own_address(point: Point | None) -> str:
     """The address that others reach this host by: the one it reaches them from."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # Sends nothing, only asks for the way.
-        probe.connect((point.address, point.port) if point else ("192.0.2.1", DEFAULT_PORT))
+        probe.connect((point.address, point.port) if point else ("192.0.2.1", MEETING_PORT))
         return str(probe.getsockname()[0])
     with contextlib.suppress(OSError):
         for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET):

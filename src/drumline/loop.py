@@ -38,6 +38,7 @@ from drumline.run_folder import RunFolder
 from drumline.saver import Saver
 from drumline.snapshots import Snapshots
 from drumline.step import Objective, Precision, StepResult, train_step
+from drumline.stragglers import Pace
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """All of them mean: stop after this step, with everything saved. SIGUSR1 is SLURM's warning that time is up."""
@@ -160,7 +161,9 @@ class Loop:
             grad_clip=self.grad_clip,
             vote_to_stop=stop,
             vote_to_save=save,
+            watch=self._pace.begin(step),
         )
+        self._pace.compare(step + 1, result.work_s)
         if not result.updated:
             for statistic, value in zip(self._statistics(), before, strict=True):
                 statistic.copy_(value)
@@ -322,6 +325,7 @@ class Loop:
     def _saving(self, records: Records) -> Iterator[Saver]:
         self._out, self._events = records, LineFile(self.folder.events)
         self._guard = Guard(self.guard_rules, self.world, self.batches, self.precision, tell=self._tell)
+        self._pace = Pace(self.world, self.batches.plan, self.pulse, tell=self._tell)
         run_id = self.world.on_main(self.folder.run_id)
         self._snapshots = Snapshots.of(self.folder, run_id)
         if self.world.place.local_rank == 0:

@@ -24,7 +24,7 @@ from drumline.leader import MeetingPoint, Reached
 Change = Literal["", "joined", "moved on", "left", "cut off"]
 
 _RUN_ID = "drumline"
-_LOOK_S, _SILENT_S, _DEAD_S, _GONE_S, _GOODBYE_S = 0.3, 4.0, 3.5, 2.5, 30.0
+_LOOK_S, _SILENT_S, _DEAD_S, _GONE_S = 0.3, 4.0, 3.5, 2.5
 _CAUSE_S, _ASK_S = 1.0, 0.1
 _TIMEOUT = RendezvousTimeout(join=timedelta(days=365), last_call=timedelta(seconds=1))
 
@@ -53,8 +53,8 @@ class Meeting(RendezvousHandler):
         """What another host gives as the cause; `wait`: or will give within a moment."""
         return None
 
-    def leave(self, *, finished: bool) -> None:
-        """This host is done. One that keeps the store waits until the others have finished too."""
+    def leave(self, *, finished: bool, hurry: Callable[[], bool] = lambda: False) -> None:
+        """This host is done. When its ranks have finished it waits for the other hosts' to do so, unless in a hurry."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         port, self._port = self._port or free_port(), 0
@@ -164,13 +164,13 @@ class HostsMeeting(Meeting):
             self._look.ended.set()
         self._handler = self._look = None
 
-    def leave(self, *, finished: bool) -> None:
-        look, info, reached = self._look, self._info, self._reached
-        if finished and look is not None and info is not None and reached is not None:
+    def leave(self, *, finished: bool, hurry: Callable[[], bool] = lambda: False) -> None:
+        look, info = self._look, self._info
+        if finished and look is not None and info is not None:
             with contextlib.suppress(RuntimeError):
                 info.store.set(f"finished/{info.rank}", "")
-                deadline = time.monotonic() + _GOODBYE_S
-                while reached.server is not None and time.monotonic() < deadline and look.change() in ("", "joined"):
+                # Whoever is done waits for the others' last plot or upload: to them, a host that is gone has died.
+                while look.change() in ("", "joined") and not hurry():
                     if info.store.check([f"finished/{rank}" for rank in range(info.world_size)]):
                         break
                     time.sleep(0.1)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from drumline.batches import BatchPlan
 from drumline.cluster import World
+from drumline.stragglers import Stopwatch
 
 # torch 2.13 gave this argument a new name and warns about the old one, which is all that 2.11 knows.
 _SYNC_BUFFERS = next(
@@ -38,11 +39,14 @@ class Strategy(Protocol):
     scale: int
     """What every loss is multiplied with before backward, because the strategy divides by it."""
 
-    def accumulate(self, micro_batches: Iterable[Any], backward: Backward, *, votes: Votes) -> Tensor:
+    def accumulate(
+        self, micro_batches: Iterable[Any], backward: Backward, *, votes: Votes, watch: Stopwatch | None = None
+    ) -> Tensor:
         """Leave the whole step's gradient in every parameter's .grad.
 
-        Gives float32 (1 + votes,), the same on every rank: the whole step's loss, and how many ranks voted for each
-        question. Votes travel with the loss, so that agreeing costs no message of its own.
+        Gives float32 (1 + votes + ranks,), the same on every rank: the whole step's loss, how many ranks voted for each
+        question, and if there is a stopwatch, what each rank's own work took. All of it travels with the loss, so that
+        it costs no message of its own.
         """
 
 
@@ -60,8 +64,10 @@ class Plain:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
-    def accumulate(self, micro_batches: Iterable[Any], backward: Backward, *, votes: Votes) -> Tensor:
-        return _with_votes(torch.stack([backward(self._model, batch) for batch in micro_batches]).sum(), votes)
+    def accumulate(
+        self, micro_batches: Iterable[Any], backward: Backward, *, votes: Votes, watch: Stopwatch | None = None
+    ) -> Tensor:
+        return _message(torch.stack([backward(self._model, batch) for batch in micro_batches]).sum(), votes, watch)
 
 
 class Ddp:
@@ -82,12 +88,14 @@ class Ddp:
             static_graph=most == 1,  # with accumulation the first backward of a step is not synchronised
         )
 
-    def accumulate(self, micro_batches: Iterable[Any], backward: Backward, *, votes: Votes) -> Tensor:
+    def accumulate(
+        self, micro_batches: Iterable[Any], backward: Backward, *, votes: Votes, watch: Stopwatch | None = None
+    ) -> Tensor:
         losses = []
         for number, batch in enumerate(micro_batches):
             with contextlib.nullcontext() if number == self._last else self._ddp.no_sync():
                 losses.append(backward(self._ddp, batch))
-        return self._world.sum(_with_votes(torch.stack(losses).sum(), votes))
+        return self._world.sum(_message(torch.stack(losses).sum(), votes, watch))
 
 
 class Bitwise:
@@ -108,29 +116,32 @@ class Bitwise:
         self._share = shares[world.rank]
         world.broadcast([tensor.detach() for tensor in model.state_dict(keep_vars=True).values()])  # as DDP does
 
-    def accumulate(self, micro_batches: Iterable[Any], backward: Backward, *, votes: Votes) -> Tensor:
+    def accumulate(
+        self, micro_batches: Iterable[Any], backward: Backward, *, votes: Votes, watch: Stopwatch | None = None
+    ) -> Tensor:
         tree = _Tree()
         for index, batch in zip(self._share, micro_batches, strict=True):
             for parameter in self._parameters:
                 parameter.grad = None
             loss = backward(self._model, batch)
-            first = index == self._share.start  # a rank has one vote, however many micro-batches
-            tree.add((index, 1), self._flat(_with_votes(loss, [first and vote for vote in votes])))
+            last = index == self._share[-1]  # a rank has one vote and one time, however many micro-batches
+            tree.add((index, 1), self._flat(_message(loss, [last and vote for vote in votes], watch, filled=last)))
         total = self._exchange(tree.blocks)
-        self._unflatten(total)
-        return total[-1 - len(votes) :]
+        return total[self._unflatten(total) :]
 
-    def _flat(self, loss_and_votes: Tensor) -> Tensor:
-        """Every gradient, the loss and the votes in one vector."""
+    def _flat(self, message: Tensor) -> Tensor:
+        """Every gradient and what goes with the loss in one vector."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        return torch.cat([g.reshape(-1).float() for g in grads] + [loss_and_votes])
+        return torch.cat([g.reshape(-1).float() for g in grads] + [message])
 
-    def _unflatten(self, total: Tensor) -> None:
+    def _unflatten(self, total: Tensor) -> int:
+        """Gives where the gradients end."""
         start = 0
         for parameter in self._parameters:
             stop = start + parameter.numel()
             parameter.grad = total[start:stop].view_as(parameter).to(parameter.dtype)
             start = stop
+        return start
 
     def _exchange(self, own: dict[tuple[int, int], Tensor]) -> Tensor:
         """Finish the tree over all ranks' blocks."""
@@ -154,9 +165,11 @@ class Bitwise:
         return total[:length]
 
 
-def _with_votes(loss: Tensor, votes: Votes) -> Tensor:
+def _message(loss: Tensor, votes: Votes, watch: Stopwatch | None, *, filled: bool = True) -> Tensor:
+    """What travels with the loss; filled: whether this one tells what the stopwatch shows"""
     # Filled in on the device: a copy from the host would wait until backward has ended, then the device for the host.
-    return torch.cat([loss.reshape(1), *(loss.new_full((1,), float(vote)) for vote in votes)])
+    told = [loss.reshape(1), *(loss.new_full((1,), float(vote)) for vote in votes)]
+    return torch.cat(told if watch is None else [*told, watch.slots(loss, filled=filled)])
 
 
 class _Tree:

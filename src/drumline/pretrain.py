@@ -30,7 +30,7 @@ from drumline.evaluate import evaluate
 from drumline.fused_gpt import FusedGPT
 from drumline.guard import GuardRules
 from drumline.hardware import allow_tf32, pick_dtype
-from drumline.heartbeat import ATTEMPT, started_again, tell_run_dir, under_torchrun
+from drumline.heartbeat import ATTEMPT, promise_an_ending, started_again, tell_run_dir, under_torchrun
 from drumline.loop import STOP_SIGNALS, FitResult, Loop
 from drumline.model import GPT
 from drumline.optim import learning_rate, make_optimizer, scaled
@@ -63,6 +63,7 @@ def token_objective(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor | None
 
 def pretrain(config: TrainConfig, *, progress: ProgressCallback | None = None) -> FitResult:
     """Train as the config says, in its run folder, from wherever that run is; every rank calls this."""
+    promise_an_ending()
     world = join(device=config.run.device, backend=config.ranks.backend, bitwise=config.ranks.bitwise)
     try:
         return _pretrain(config, world, progress)

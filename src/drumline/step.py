@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from drumline.hardware import is_hopper
 from drumline.parallel import Strategy
+from drumline.stragglers import Stopwatch
 
 # On Hopper, the first that can do what is asked: cuDNN's is the fastest, and stands back where bits must repeat.
 _ATTENTION = [
@@ -64,6 +65,8 @@ class StepResult:
     """Whether any rank was asked to stop; every rank sees the same."""
     save: bool
     """Whether any rank wants a checkpoint of this step; every rank sees the same."""
+    work_s: tuple[float, ...] = ()
+    """What each rank's own work took, if it was measured; every rank sees the same."""
 
 
 def train_step(
@@ -79,6 +82,7 @@ def train_step(
     grad_clip: float,
     vote_to_stop: bool = False,
     vote_to_save: bool = False,
+    watch: Stopwatch | None = None,
 ) -> StepResult:
     """Add up the gradient over the micro-batches, each divided by `weight`, what the whole step counts; update once."""
     scaler = precision.scaler
@@ -87,12 +91,15 @@ def train_step(
     def backward(wrapped: nn.Module, batch: Any) -> Tensor:
         with precision.autocast():
             loss = objective(wrapped, to_device(batch, precision.device)) / weight
-        scaler.scale(loss * strategy.scale).backward()  # type: ignore[no-untyped-call]
+        scaled = scaler.scale(loss * strategy.scale)
+        if watch is not None:
+            watch.watch(scaled)
+        scaled.backward()  # type: ignore[no-untyped-call]
         own.append(loss.detach().float())
         return own[-1]
 
     optimizer.zero_grad(set_to_none=True)
-    totals = strategy.accumulate(micro_batches, backward, votes=(vote_to_stop, vote_to_save))
+    totals = strategy.accumulate(micro_batches, backward, votes=(vote_to_stop, vote_to_save), watch=watch)
     scaler.unscale_(optimizer)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
@@ -103,17 +110,25 @@ def train_step(
     if getattr(optimizer, "_step_supports_amp_scaling", False) and not scaler.is_enabled():
         read = _start_reading(numbers)
         _update_unread(optimizer, numbers[0], norm, grad_clip=grad_clip)
-        mean_loss, stop, save, own_loss, grad_norm = read()
+        mean_loss, stop, save, *work_s, own_loss, grad_norm = read()
         finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
     else:
-        mean_loss, stop, save, own_loss, grad_norm = numbers.tolist()
+        mean_loss, stop, save, *work_s, own_loss, grad_norm = numbers.tolist()
         finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
         if finite and 0.0 < grad_clip < grad_norm:
             torch._foreach_mul_(gradients, grad_clip / grad_norm)
         if finite:
             scaler.step(optimizer)
         scaler.update()
-    return StepResult(mean_loss, grad_norm, updated=finite, own_loss=own_loss, stop=stop > 0, save=save > 0)
+    return StepResult(
+        mean_loss,
+        grad_norm,
+        updated=finite,
+        own_loss=own_loss,
+        stop=stop > 0,
+        save=save > 0,
+        work_s=tuple(work_s),
+    )
 
 
 def _start_reading(numbers: Tensor) -> Callable[[], list[float]]:

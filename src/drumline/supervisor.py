@@ -29,10 +29,10 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from drumline.causes import Cause, End, first_cause, hang_cause, read_end
+from drumline.causes import Cause, End, blame, first_cause, hang_cause, read_end, told_by_another
 from drumline.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError, RunLostError
 from drumline.forked import STOP_SIGNALS, Ranks, end_server, start_server
-from drumline.heartbeat import ATTEMPT, Beat, Hang, Watch, attempt_name, read_pulse, read_run_dir
+from drumline.heartbeat import ATTEMPT, Beat, Hang, Stacks, Watch, attempt_name, read_pulse, read_run_dir
 from drumline.meeting import Meeting
 from drumline.run_folder import RunFolder
 
@@ -40,8 +40,10 @@ _POLL_S = 0.05
 _SCRATCH = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 _BARREN = 3
 """Crashes in a row without a step more than before, after which it is no use to go on trying."""
-_SAVE_S, _LEAVE_S, _SYMPTOM_S, _STACKS_S = 600.0, 5.0, 1.0, 1.0
-"""How long ranks may take to save and stop; to end when one has ended; to show a better cause; to show their stacks."""
+_SAVE_S, _LEAVE_S, _SYMPTOM_S = 600.0, 5.0, 1.0
+"""How long ranks may take to save and stop; to end when one has ended; to show a better cause."""
+_EXCUSES = 10
+"""How often ranks that all wait are given as long again, for the host whose rank they wait for to name it."""
 _MOVED_S = 3.0
 """How long ranks may wait for those of a host that has left the attempt, before they are killed."""
 _CHANGES = {
@@ -68,7 +70,8 @@ class Supervisor(SimpleElasticAgent):
         self._ranks = Ranks()
         self._watch = Watch(limit_s)
         self._hang: Hang | None = None
-        self._stops = self._attempts = self._restarts = 0
+        self._stops = self._attempts = self._restarts = self._excused = 0
+        self._heard: set[int] = set()
         self._may_raise = True
         self._asked_s: float | None = None
         self._reached = -1
@@ -97,7 +100,7 @@ class Supervisor(SimpleElasticAgent):
             self._may_raise = False
             ended = self._until_the_attempt_ends(group)
             if isinstance(ended, int):
-                self._meeting.leave(finished=ended == 0)
+                self._meeting.leave(finished=ended == 0, hurry=lambda: self._stops > 0)
                 return _result(ended)
             cause = self._first_of_all_hosts(ended)
             if cause is not None:
@@ -119,6 +122,7 @@ class Supervisor(SimpleElasticAgent):
         self._folder.mkdir()
         self._ranks, self._watch = Ranks(), Watch(self._limit_s)
         self._hang = self._asked_s = None
+        self._excused = 0
         assert callable(spec.entrypoint)
         for worker in worker_group.workers:
             place = {
@@ -158,7 +162,7 @@ class Supervisor(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """HEALTHY while all run, FAILED when one has ended otherwise than well, UNHEALTHY when one hangs."""
         codes = self._ranks.codes()
-        if any(codes.values()):
+        if any(codes.values()) or (0 in codes.values() and any(end.is_early for end in self._ends(codes))):
             return RunResult(WorkerState.FAILED)
         if all(code == 0 for code in codes.values()):
             return RunResult(WorkerState.SUCCEEDED, return_values=dict(codes))
@@ -176,7 +180,8 @@ class Supervisor(SimpleElasticAgent):
                 return self._settle()
             if group.state == WorkerState.UNHEALTHY:
                 cause = self._name_the_hang()
-                return self._interrupted_by(cause) if self._stops else cause
+                if cause is not None:
+                    return self._interrupted_by(cause) if self._stops else cause
             if self._stops > 1 or (self._asked_s and time.monotonic() - self._asked_s > _SAVE_S):
                 self._stop_workers(group)
                 return EXIT_INTERRUPTED
@@ -186,7 +191,8 @@ class Supervisor(SimpleElasticAgent):
                 _say(f"{socket.gethostname()}: {_CHANGES[change]}")
                 return None
             if (self._stops or change) and self._asked_s is None:
-                self._ranks.send(signal.SIGTERM)  # once: a second signal stops a rank at once
+                # Once: a rank that gets the same signal twice stops at once, and SLURM sends its own to every process.
+                self._ranks.send(signal.SIGUSR1 if signal.SIGTERM in self._heard else signal.SIGTERM)
                 self._asked_s = time.monotonic()
 
     def _waits_in_vain(self) -> bool:
@@ -204,7 +210,7 @@ class Supervisor(SimpleElasticAgent):
         codes = self._ranks.codes()
         self._ranks.kill()
         ends = self._ends(codes)
-        crashed = [end for end in ends if end.code not in (0, None, *EXIT_CODES)]
+        crashed = [end for end in ends if end.is_early or end.code not in (0, None, *EXIT_CODES)]
         told = [end.code for end in ends if end.code in EXIT_CODES]
         if self._stops:
             return EXIT_STOPPED if EXIT_STOPPED in told else told[0] if told else EXIT_INTERRUPTED
@@ -219,27 +225,33 @@ class Supervisor(SimpleElasticAgent):
 
     def _patience_s(self) -> float:
         """How long to wait for the ranks that still run, given how the others ended."""
-        ends = [end for end in self._ends(self._ranks.codes()) if end.code]
+        ends = [end for end in self._ends(self._ranks.codes()) if end.code or end.is_early]
         if self._asked_s is None and any(end.code not in EXIT_CODES and not end.is_symptom for end in ends):
             return 0.0
         if all(end.code == EXIT_STOPPED for end in ends):
             return _SAVE_S
         return _LEAVE_S if self._asked_s or any(end.code in EXIT_CODES for end in ends) else _SYMPTOM_S
 
-    def _name_the_hang(self) -> Cause:
-        """Ask all ranks for their stacks, end them, and say which one hung."""
+    def _name_the_hang(self) -> Cause | None:
+        """Say which rank hung, by the stacks of all, and end them; None: they wait for a rank of another host."""
         assert self._hang is not None
-        hang, codes = self._hang, self._ranks.codes()
-        stopped = _process_state(self._ranks.pid(hang.rank)) == psutil.STATUS_STOPPED
+        codes, pid = self._ranks.codes(), self._ranks.pid(self._hang.rank)
+        stopped = _process_state(pid) == psutil.STATUS_STOPPED
+        ends = self._ends(codes)
+        shown = Stacks(self._folder, [rank for rank, code in codes.items() if code is None])
         self._ranks.send(signal.SIGUSR2)
-        files = {rank: self._folder / f"stack-{rank}" for rank in codes}
-        able = [file for rank, file in files.items() if rank != hang.rank or not hang.frozen]
-        asked = time.monotonic()
-        while time.monotonic() - asked < _STACKS_S and not all(_size(file) for file in able):
-            time.sleep(_POLL_S)
-        stacks = {rank: file.read_text(encoding="utf-8") for rank, file in files.items() if file.exists()}
+        shown.wait(but=self._hang.rank if stopped else None)
+        if stopped:  # it shows its stack as soon as it goes on, and is ended right after
+            os.kill(pid, signal.SIGCONT)
+            shown.wait()
+        stacks = shown.read()
+        hang = blame(self._hang, ends, stacks)
+        if hang is None and (self._worker_group.group_world_size or 1) > 1 and self._excused < _EXCUSES:
+            self._excused += 1
+            self._watch.excuse(time.monotonic())
+            return None
         self._ranks.kill()
-        return hang_cause(hang, self._ends(codes), stopped=stopped, stacks=stacks)
+        return hang_cause(hang or self._hang, ends, stopped=stopped, stacks=stacks, all_wait=hang is None)
 
     def _first_of_all_hosts(self, cause: Cause | None) -> Cause | None:
         """Where no rank here failed, or only because its peers were gone, the host of the first to die knows better."""
@@ -249,7 +261,7 @@ class Supervisor(SimpleElasticAgent):
         if cause is None and self._meeting.change() in ("left", "cut off"):
             return None  # who would tell is gone
         found = self._meeting.shared(wait=cause is not None)
-        return Cause(**{**found, "others": tuple(found["others"])}) if found else cause
+        return told_by_another(found, self._ends(self._ranks.codes())) if found else cause
 
     def _after_crash(self, cause: Cause) -> None:
         """Say why; RunLostError if there is no use in starting again."""
@@ -270,7 +282,8 @@ class Supervisor(SimpleElasticAgent):
         self._restarts += 1
         self._write_status("restarting", cause)
         frames = [line.strip() for line in cause.trace.splitlines() if line.lstrip().startswith("File ")]
-        _say(f"{cause.line}; starting again ({self._restarts})", *(frames[-1:] if cause.kind == "exception" else ()))
+        more = {"exception": frames[-1:], "hang": cause.details}.get(cause.kind, [])
+        _say(f"{cause.line}; starting again ({self._restarts})", *more)
 
     def _interrupted_by(self, cause: Cause) -> int:
         _say(cause.line)
@@ -314,6 +327,7 @@ class Supervisor(SimpleElasticAgent):
 
         def count(signum: int, frame: Any) -> None:
             self._stops += 1
+            self._heard.add(signum)
             if self._may_raise:
                 self._may_raise = False
                 raise _InterruptedError
@@ -365,7 +379,3 @@ def _process_state(pid: int) -> str:
         return str(psutil.Process(pid).status())
     except psutil.Error:
         return ""
-
-
-def _size(file: Path) -> int:
-    return file.stat().st_size if file.exists() else 0

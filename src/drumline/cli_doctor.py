@@ -1,0 +1,234 @@
+"""The command line of `drumline doctor`, and its quick part, which `drumline train` runs first."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from drumline.config import TrainConfig
+from drumline.errors import EXIT_USER, ConfigError
+from drumline.finding import Finding, worst
+
+if TYPE_CHECKING:
+    from drumline.cluster import Place
+    from drumline.hosts_check import HostsReport
+
+_SKIP = "skip these checks: --doctor off"
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+_CHECK_WIDTH = 12
+_RANK_0_S, _SAY_S = 1800.0, 10.0
+"""How long a rank waits for rank 0 of another host to be there, and until it says so."""
+
+
+def doctor(
+    *,
+    run_dir: Path = Path("runs"),
+    quick: Annotated[bool, Parameter(negative=())] = False,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    nnodes: int = 1,
+    rdzv_endpoint: str | None = None,
+    data: tuple[Path, ...] = (),
+    patience: float = 30.0,
+    hosts: str | None = None,
+) -> int:
+    """Check this machine, or several hosts and the network between them, and say what to type.
+
+    Several hosts: start it on each as a run would be, by torchrun, srun or by hand with --nnodes; or give --hosts.
+    Exit code 0 when nothing failed, 1 when something did.
+
+    Parameters
+    ----------
+    run_dir
+        Where runs will lie: its disk is looked at.
+    quick
+        Only what `drumline train` looks at before a run.
+    json
+        Print the findings as JSON, and nothing else.
+    nnodes
+        Hosts that check each other; start it on each of them.
+    rdzv_endpoint
+        HOST:PORT of the host where they meet.
+    data
+        A file or folder of text or tokens that all hosts should have alike. May be repeated.
+    patience
+        Seconds to wait for hosts that are not there yet.
+    hosts
+        Start it on these hosts over SSH, as a,b; `drumline launch --hosts a,b -- doctor` has more to say.
+    """
+    if hosts is not None:
+        from drumline.cli_launch import over_ssh
+
+        return over_ssh("doctor", *_own_flags(run_dir, data, quick=quick, json=json, patience=patience), hosts=hosts)
+    environ = dict(os.environ)  # as the user set it
+    # Torch reads it when it is loaded. What it would say of stores and connections is found and told here.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from drumline.doctor import all_findings, quick_findings
+
+    place = _place()
+    several = nnodes > 1 or _hosts_of_launcher(environ) > 1
+    found: list[Finding] = []
+    speaks = place is None or place.local_rank == 0  # one process of each host
+    if speaks:
+        if quick:
+            found = quick_findings(environ, folder=run_dir, ranks=1, several_hosts=several)
+        else:
+            found = all_findings(run_dir, environ, several_hosts=several)
+    found = [replace(finding, host=socket.gethostname()) if several else finding for finding in found]
+    together = None
+    if place is not None:
+        say = (lambda text: None) if json else _say
+        together = _across_hosts(nnodes, rdzv_endpoint, data, patience_s=patience, collectives=not quick, say=say)
+    if together is not None and (together.tells or not speaks):
+        found += together.findings
+    if speaks or found:
+        _show(found, as_json=json, alone=not (several or quick))
+    if together is not None and not json:
+        _show_links(together)
+    return EXIT_USER if worst([*found, *(together.findings if together else ())]) == "failed" else 0
+
+
+def _own_flags(run_dir: Path, data: tuple[Path, ...], *, quick: bool, json: bool, patience: float) -> list[str]:
+    """The flags that every host's doctor is given."""
+    flags = ["--run_dir", str(run_dir), "--patience", str(patience)]
+    flags += [word for path in data for word in ("--data", str(path))]
+    return [*flags, *(["--quick"] if quick else []), *(["--json"] if json else [])]
+
+
+def _across_hosts(
+    nnodes: int,
+    rdzv_endpoint: str | None,
+    data: Sequence[Path],
+    *,
+    patience_s: float,
+    collectives: bool,
+    say: Callable[[str], None],
+) -> HostsReport | None:
+    """What the hosts find out together; None where there is only one."""
+    from drumline.hosts_check import check_hosts
+    from drumline.hosts_meet import find_gathering, gathering_at
+
+    if nnodes > 1 and rdzv_endpoint is None:
+        raise ConfigError(f"{nnodes} hosts need a place to meet", fix="--rdzv_endpoint HOST:29400, one of the hosts")
+    gathering = gathering_at(rdzv_endpoint or "", hosts=nnodes) if nnodes > 1 else find_gathering(os.environ)
+    if gathering is None:
+        return None
+    return check_hosts(gathering, say=say, patience_s=patience_s, data=data, collectives=collectives)
+
+
+def _show_links(report: HostsReport) -> None:
+    """How fast the hosts reduce, all together and by pair; or, on a host that does not tell, which one does."""
+    if not report.tells:
+        if any(finding.state != "ok" for finding in report.findings):
+            _say(f"between the hosts not all is well: {report.names[min(report.names)]} tells")
+        return
+    from drumline.links import PAIR_COLUMNS, SIZE_COLUMNS
+    from drumline.terminal import print_line, print_table
+
+    for links in report.links:
+        print_line(f"\n{links.backend}, over {len(report.names)} hosts and by pair:")
+        print_table(SIZE_COLUMNS, links.size_rows())
+        print_table(PAIR_COLUMNS, links.pair_rows(report.names))
+
+
+def _place() -> Place | None:
+    """This process's place among those that a launcher started; None where torch does not load."""
+    try:
+        from drumline.cluster import find_place
+    except (ImportError, OSError):
+        return None
+    return find_place(os.environ)
+
+
+def _hosts_of_launcher(environ: Mapping[str, str]) -> int:
+    """The hosts of torchrun's or srun's processes, as far as they say."""
+    said = environ.get("GROUP_WORLD_SIZE") or environ.get("SLURM_STEP_NUM_NODES") or "1"
+    return int(said) if said.isdigit() else 1
+
+
+def _show(found: Sequence[Finding], *, as_json: bool, alone: bool) -> None:
+    if as_json:
+        report = {
+            "host": socket.gethostname(),
+            "state": worst(found),
+            "findings": [finding.as_dict() for finding in found],
+        }
+        sys.stdout.write(json_format.dumps(report, indent=2) + "\n")
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(emoji=False)  # fe80::b:1 is an address
+    for finding in found:
+        state, style = f"{finding.state:<8}", _STYLES[finding.state]
+        where = f"{finding.host}: " if finding.host else ""
+        line = Text.assemble((state, style), f" {finding.check:<{_CHECK_WIDTH}} {where}{finding.what}")
+        console.print(line, soft_wrap=True)
+        if finding.state != "ok" and finding.fix:
+            console.print(Text(f"{'':8} {'':{_CHECK_WIDTH}} fix: {finding.fix}"), soft_wrap=True)
+    failed, warned = (sum(finding.state == state for finding in found) for state in ("failed", "warning"))
+    _say(f"{len(found)} checks: {failed} failed, {warned} {'warning' if warned == 1 else 'warnings'}")
+    if alone:
+        _say("for a network of hosts, on each: drumline doctor --nnodes 2 --rdzv_endpoint HOST:29400")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def check_first(config: TrainConfig, *, ranks: int) -> None:
+    """The quick part before a run: says on stderr what is not well, and refuses what cannot work.
+
+    ranks: processes that will be started here; 0: this one trains, alone or as one of a launcher's
+    """
+    from drumline.cluster import find_place
+    from drumline.doctor import findings_before
+
+    place = find_place(os.environ)
+    if config.run.doctor == "off" or place.local_rank > 0:
+        return
+    _find_rank_0()
+    found = [f for f in findings_before(config, place, ranks=ranks) if f.state != "ok"]
+    # A rank that left before it met the others would keep them waiting: what cannot work they find out together.
+    fatal = [finding for finding in found if finding.state == "failed" and place.size == 1]
+    warned = [finding for finding in found if finding not in fatal]
+    for finding in warned:
+        sys.stderr.write(f"warning: {_sentence(finding)}\n  fix: {finding.fix}\n")
+    if fatal:
+        first, *others = fatal
+        raise ConfigError(
+            _sentence(first),
+            fix=first.fix,
+            details=[*(f"{_sentence(finding)}: {finding.fix}" for finding in others), _SKIP],
+        )
+    if warned:
+        sys.stderr.write(f"{_SKIP}\n")
+
+
+def _find_rank_0() -> None:
+    """A rank of another host: say what keeps it from rank 0, which torch alone would wait for in silence."""
+    from drumline.hosts_meet import CheckEndedError, approach, find_gathering
+
+    gathering = find_gathering(os.environ)
+    if gathering is None or gathering.keeps:
+        return
+
+    def say(text: str) -> None:
+        sys.stderr.write(f"{socket.gethostname()}: {text}\n")
+
+    try:
+        approach(replace(gathering, task="run"), patience_s=_RANK_0_S, say=say, say_every_s=_SAY_S)
+    except CheckEndedError as ended:
+        raise ConfigError(ended.finding.what, fix=ended.finding.fix) from None
+
+
+def _sentence(finding: Finding) -> str:
+    return f"{finding.check}{' ' if finding.what.startswith('is ') else ': '}{finding.what}"

@@ -1,0 +1,84 @@
+"""The hosts of a run as the user writes them: a,b:2,user@c:4, or a file in OpenMPI's or MPICH's form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from drumline.errors import ConfigError
+
+_NAME = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+_HOST = re.compile(rf"(?:({_NAME})@)?({_NAME})(?::([0-9]+))?", re.ASCII)
+_SLOTS = re.compile(r"(max[-_])?slots=([0-9]+)", re.ASCII)
+
+
+@dataclass(frozen=True)
+class RemoteHost:
+    """A machine that ssh reaches."""
+
+    name: str
+    user: str = ""
+    """Empty: whom ssh logs in as by itself."""
+    slots: int | None = None
+    """Ranks to start there; None: not said."""
+
+    @property
+    def target(self) -> str:
+        """What ssh is given."""
+        return f"{self.user}@{self.name}" if self.user else self.name
+
+
+def parse_hosts(text: str) -> list[RemoteHost]:
+    """The hosts of `a,b:2,user@c:4`."""
+    words = [word.strip() for word in text.split(",")]
+    return _checked((_host(word, f"--hosts {text}"), f"--hosts {text}") for word in words)
+
+
+def read_hosts(path: Path) -> list[RemoteHost]:
+    """The hosts of a file, one on each line: `host`, `host slots=4` or `host:4`, and comments after #."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the hosts in {path}: {error}", fix="name a file with one host a line") from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        if words := line.partition("#")[0].split():
+            found.append((_with_slots(_host(words[0], where), words[1:], where), where))
+    if not found:
+        raise ConfigError(f"there is no host in {path}", fix=f"echo 'host-a slots=8' >> {path}")
+    return _checked(found)
+
+
+def _host(word: str, where: str) -> RemoteHost:
+    match = _HOST.fullmatch(word)
+    if match is None:
+        raise ConfigError(f"{where}: {word!r} is no host", fix="write name, name:4 for 4 ranks, or user@name")
+    user, name, slots = match.groups()
+    return RemoteHost(name, user or "", int(slots) if slots else None)
+
+
+def _with_slots(host: RemoteHost, words: list[str], where: str) -> RemoteHost:
+    """slots=N, and max_slots=N, which only matters to a launcher that would start more ranks than that."""
+    for word in words:
+        match = _SLOTS.fullmatch(word)
+        if match is None or (host.slots is not None and not match[1]):
+            raise ConfigError(f"{where}: {word!r} is not understood", fix=f"as in: {host.target} slots=4")
+        if not match[1]:
+            host = RemoteHost(host.name, host.user, int(match[2]))
+    return host
+
+
+def _checked(hosts: Iterable[tuple[RemoteHost, str]]) -> list[RemoteHost]:
+    found: dict[str, RemoteHost] = {}
+    for host, where in hosts:
+        if host.slots == 0:
+            raise ConfigError(f"{where}: {host.name} has 0 slots", fix="give it 1 or more, or leave it out")
+        if host.name in found:
+            raise ConfigError(
+                f"{where}: {host.name} is named twice", fix=f"name it once, with its ranks: {host.name}:2"
+            )
+        found[host.name] = host
+    return list(found.values())

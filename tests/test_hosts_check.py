@@ -1,0 +1,444 @@
+"""Judging made-up reports: each fault is laid at the right host's door, with the line that mends it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drumline.cards import Card
+from drumline.errors import ConfigError
+from drumline.finding import Finding, worst
+from drumline.hosts_check import check_hosts
+from drumline.hosts_judge import judge
+from drumline.hosts_look import peers
+from drumline.hosts_meet import Gathering, find_gathering, gathering_at, is_here
+from drumline.hosts_report import HostFacts, Sight, data_hashes, nccl_address
+from drumline.links import Links, PairRow, SizeRow, judge_links, merged, rounds
+
+VERSIONS = {"drumline": "0.1.0", "python": "3.11.2", "torch": "2.13.0+cpu", "cuda": "None", "nccl": "none"}
+MANY = pytest.mark.parametrize("count", [2, 3, 5])
+
+
+def address(number: int, *, net: int = 0) -> str:
+    return f"10.0.{net}.{number + 1}"
+
+
+def host(number: int, **more: Any) -> HostFacts:
+    card = Card("eth0", (address(number),), 1500, True)
+    made = HostFacts(number, f"host-{number}", (card,), address(number), versions=VERSIONS)
+    return replace(made, **more)
+
+
+def healthy(count: int) -> tuple[list[HostFacts], dict[tuple[int, int], Sight]]:
+    hosts = [host(number) for number in range(count)]
+    sights = {
+        (source, target): Sight(
+            source,
+            target,
+            address=address(target),
+            own_address=address(source),
+            name_means=address(target),
+            rtt_s=2e-4,
+            segments=3000,
+        )
+        for source, target in permutations(range(count), 2)
+    }
+    return hosts, sights
+
+
+def bad(hosts: Sequence[HostFacts], sights: dict[tuple[int, int], Sight]) -> list[Finding]:
+    return [finding for finding in judge(hosts, list(sights.values())) if finding.state != "ok"]
+
+
+def broken(count: int, at: set[tuple[int, int]], **how: Any) -> list[Finding]:
+    """Findings where the sights of some pairs are changed."""
+    hosts, sights = healthy(count)
+    return bad(hosts, {pair: replace(sight, **how) if pair in at else sight for pair, sight in sights.items()})
+
+
+def to(number: int, count: int) -> set[tuple[int, int]]:
+    return {(source, number) for source in range(count) if source != number}
+
+
+def of(number: int, count: int) -> set[tuple[int, int]]:
+    return {(number, target) for target in range(count) if target != number}
+
+
+@MANY
+def test_healthy_hosts_give_only_good_news(count: int) -> None:
+    hosts, sights = healthy(count)
+    found = judge(hosts, list(sights.values()))
+    assert worst(found) == "ok"
+    assert {finding.check for finding in found} >= {"reach", "packets", "loss", "latency", "card", "clock", "versions"}
+
+
+@MANY
+def test_every_bad_finding_ends_in_a_line_to_type(count: int) -> None:
+    faults: list[dict[str, Any]] = [
+        {"why": "timed out"},
+        {"why": "refused"},
+        {"why": "no route"},
+        {"why": "unreachable"},
+        {"why": "forbidden"},
+        {"why": "silent"},
+        {"why": "timed out", "other": "10.0.0.2"},
+        {"stalled": True},
+        {"stalled": True, "largest_packet": 1500},
+        {"retransmitted": 100},
+        {"name_means": ""},
+    ]
+    for fault in faults:
+        for at in ({(0, 1)}, to(1, count), of(1, count)):
+            found = broken(count, at, **fault)
+            assert found and all(finding.fix and finding.host for finding in found), fault
+
+
+@MANY
+def test_a_host_that_lets_nobody_in_is_named(count: int) -> None:
+    (found,) = broken(count, to(1, count), why="timed out")
+    assert (found.check, found.state, found.host) == ("reach", "failed", "host-1")
+    assert "packets are dropped" in found.what
+    assert found.fix == ("ufw allow from 10.0.0.1" if count == 2 else "ufw allow in on eth0")
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_host_that_gets_out_to_nobody_is_named(count: int) -> None:
+    (found,) = broken(count, of(1, count), why="timed out")
+    assert (found.host, found.fix) == ("host-1", "ufw allow out on eth0")
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_host_that_lets_one_other_not_in_is_named_with_that_other(count: int) -> None:
+    (found,) = broken(count, {(0, 2)}, why="refused")
+    assert (found.host, found.fix) == ("host-2", "ufw allow from 10.0.0.1")
+    assert "host-0 cannot open connections to host-2" in found.what and "host-1" in found.what
+
+
+@MANY
+def test_an_address_that_others_do_not_reach_while_another_answers_is_a_wrong_interface(count: int) -> None:
+    hosts, sights = healthy(count)
+    cards = (Card("eth0", (address(1),), 1500, True), Card("eth1", (address(1, net=9),), 1500, True))
+    hosts[1] = replace(hosts[1], cards=cards, gloo=address(1, net=9))
+    for pair in to(1, count):
+        sights[pair] = replace(sights[pair], address=address(1, net=9), why="no route", other=address(1))
+    (found,) = bad(hosts, sights)
+    assert (found.check, found.host) == ("interface", "host-1")
+    assert found.fix == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+    assert "announces 10.0.9.2 on eth1" in found.what and "10.0.0.2 (eth0) answers" in found.what
+
+
+@MANY
+@pytest.mark.parametrize("announced", ["127.0.1.1", None])
+def test_a_host_that_announces_itself_to_itself_is_told_which_card_to_name(count: int, announced: str | None) -> None:
+    hosts, sights = healthy(count)
+    hosts[1] = replace(hosts[1], gloo=announced)
+    for pair in to(1, count):
+        sights[pair] = replace(sights[pair], address=announced or "", why="unreachable", other=address(1))
+    (found,) = bad(hosts, sights)
+    assert (found.check, found.host) == ("interface", "host-1")
+    assert found.fix == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+
+
+def test_an_interface_that_is_wrong_for_nccl_alone_is_mended_for_nccl_alone() -> None:
+    hosts, sights = healthy(2)
+    cards = (*hosts[1].cards, Card("ib0", (address(1, net=9),), 1500, True))
+    hosts[1] = replace(hosts[1], cards=cards, nccl=address(1, net=9))
+    at_nccl = replace(
+        sights[0, 1], use="nccl", address=address(1, net=9), why="timed out", other=address(1), name_means=address(1)
+    )
+    (found,) = [each for each in judge(hosts, [*sights.values(), at_nccl]) if each.state != "ok"]
+    assert (found.host, found.fix) == ("host-1", "export NCCL_SOCKET_IFNAME=eth0")
+
+
+@MANY
+def test_a_black_hole_is_laid_to_the_host_whose_packets_vanish(count: int) -> None:
+    (found,) = broken(count, of(1, count), stalled=True, largest_packet=1400)
+    assert (found.check, found.state, found.host) == ("packets", "failed", "host-1")
+    assert "MTU black hole: packets of more than 1400 bytes" in found.what
+    assert found.fix == "ip link set dev eth0 mtu 1400"
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_black_hole_around_one_host_is_laid_to_that_host_alone(count: int) -> None:
+    (found,) = broken(count, of(2, count) | to(2, count), stalled=True, largest_packet=1450)
+    assert (found.host, found.fix) == ("host-2", "ip link set dev eth0 mtu 1450")
+
+
+@MANY
+def test_loss_is_laid_to_the_host_that_had_to_send_again(count: int) -> None:
+    (found,) = broken(count, of(1, count), retransmitted=60)
+    assert (found.check, found.state, found.host) == ("loss", "warning", "host-1")
+    assert "2.0% had to be sent again" in found.what
+
+
+def test_a_few_packets_sent_again_are_nothing() -> None:
+    assert not broken(3, {(0, 1)}, retransmitted=5)
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_a_host_that_is_slow_with_everyone_is_named(count: int) -> None:
+    (found,) = broken(count, of(2, count) | to(2, count), rtt_s=0.04)
+    assert (found.check, found.host) == ("latency", "host-2")
+    assert "40.0 ms" in found.what
+
+
+def test_of_two_hosts_none_is_the_slow_one() -> None:
+    assert not broken(2, {(0, 1), (1, 0)}, rtt_s=0.04)
+
+
+@MANY
+def test_a_clock_that_is_off_is_named_with_the_seconds(count: int) -> None:
+    hosts, sights = healthy(count)
+    for pair in to(1, count):
+        sights[pair] = replace(sights[pair], skew_s=-7.0)
+    for pair in of(1, count):
+        sights[pair] = replace(sights[pair], skew_s=7.0)
+    (found,) = bad(hosts, sights)
+    assert (found.check, found.host, found.fix) == ("clock", "host-1", "timedatectl set-ntp true")
+    assert "7.0 s behind" in found.what
+
+
+def test_of_three_clocks_the_first_may_be_the_wrong_one() -> None:
+    hosts, sights = healthy(3)
+    for source, target in sights:
+        skew_s = {0: -3.0}.get(source, 0.0) - {0: -3.0}.get(target, 0.0)
+        sights[source, target] = replace(sights[source, target], skew_s=skew_s)
+    (found,) = bad(hosts, sights)
+    assert found.host == "host-0" and "3.0 s ahead of the others" in found.what
+
+
+@MANY
+def test_the_host_with_other_versions_is_named_with_what_to_install(count: int) -> None:
+    hosts, sights = healthy(count)
+    hosts[1] = replace(hosts[1], versions={**VERSIONS, "torch": "2.12.0+cu126", "cuda": "12.6", "python": "3.12.1"})
+    python, torch = bad(hosts, sights)
+    assert {python.host, torch.host} == {"host-1"}
+    assert (python.what, python.fix) == (
+        "host-1 has python 3.12.1, the others 3.11.2",
+        "uv venv --clear --python 3.11.2",
+    )
+    assert torch.what == "host-1 has torch 2.12.0+cu126, the others 2.13.0+cpu"
+    assert torch.fix == "pip install torch==2.13.0+cpu"
+
+
+@MANY
+def test_the_host_with_other_data_is_named_with_the_line_that_copies_it(count: int) -> None:
+    hosts, sights = healthy(count)
+    paths = {"tokens": "/data/tokens"}
+    hosts = [replace(each, data={"tokens/train.bin": "a" * 64}, data_paths=paths) for each in hosts]
+    hosts[1] = replace(hosts[1], data={"tokens/train.bin": "b" * 64}, data_paths={"tokens": "/mnt/tokens"})
+    (found,) = bad(hosts, sights)
+    assert (found.check, found.host) == ("data", "host-1")
+    assert found.what == "tokens/train.bin of host-1 is sha256 bbbbbbbbbbbb, of host-0 sha256 aaaaaaaaaaaa"
+    assert found.fix == "rsync -a host-0:/data/tokens /mnt/"
+
+
+@MANY
+def test_a_host_with_another_mtu_is_named_even_where_all_packets_pass(count: int) -> None:
+    hosts, sights = healthy(count)
+    hosts[1] = replace(hosts[1], cards=(Card("eth0", (address(1),), 9000, True),))
+    (found,) = bad(hosts, sights)
+    assert (found.check, found.state, found.host) == ("mtu", "warning", "host-1")
+    assert found.fix == "ip link set dev eth0 mtu 1500"
+
+
+def test_a_card_slower_than_the_others_is_named() -> None:
+    hosts, sights = healthy(3)
+    hosts = [
+        replace(each, cards=(replace(each.cards[0], speed_mbit=100 if each.number == 2 else 1000),)) for each in hosts
+    ]
+    (found,) = bad(hosts, sights)
+    assert (found.host, found.what) == ("host-2", "eth0 of host-2 runs at 100 Mbit/s, others at 1,000")
+
+
+def test_names_that_do_not_resolve_or_mean_another_machine_get_their_lines_for_etc_hosts() -> None:
+    hosts, sights = healthy(3)
+    sights[0, 1] = replace(sights[0, 1], name_means="")
+    sights[0, 2] = replace(sights[0, 2], name_means="192.0.2.7")
+    (found,) = bad(hosts, sights)
+    assert (found.check, found.host) == ("name", "host-0")
+    assert "host-1 does not resolve, host-2 means 192.0.2.7" in found.what
+    assert found.fix == "printf '10.0.0.2 host-1\\n10.0.0.3 host-2\\n' >> /etc/hosts"
+
+
+def test_hosts_of_one_name_are_told_apart_by_number() -> None:
+    hosts, sights = healthy(3)
+    hosts = [replace(each, host="node") for each in hosts]
+    for pair in to(2, 3):
+        sights[pair] = replace(sights[pair], why="timed out")
+    (found,) = bad(hosts, sights)
+    assert found.host == "node (host 2)"
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
+def test_everyone_meets_everyone_once_and_nobody_two_at_a_time(count: int) -> None:
+    table = rounds(count)
+    assert sorted(pair for round_of in table for pair in round_of) == [
+        (a, b) for a in range(count) for b in range(a + 1, count)
+    ]
+    for round_of in table:
+        busy = [place for pair in round_of for place in pair]
+        assert len(busy) == len(set(busy))
+
+
+def test_in_each_turn_everyone_looks_at_another_and_at_no_more_than_some_of_many() -> None:
+    hosts, _ = healthy(5)
+    turns = [[each.number for each in peers(own, hosts)] for own in hosts]
+    assert all(len(set(turn)) == 5 for turn in zip(*turns, strict=True))
+    many = [host(number) for number in range(100)]
+    assert 8 <= len(peers(many[3], many)) <= 16
+
+
+def made_links(slow: int | None, *, latency_s: float = 2e-4, bytes_per_s: float = 1e9) -> Links:
+    pairs = []
+    for pair in ((0, 1), (0, 2), (1, 2)):
+        hurt = slow in pair
+        pairs.append(PairRow(pair, latency_s if hurt else 2e-4, bytes_per_s if hurt else 1e9))
+    return Links("gloo", (SizeRow(4096, 1e-3), SizeRow(8 << 20, 0.1)), tuple(pairs))
+
+
+@pytest.mark.parametrize("how", [{"latency_s": 0.05}, {"bytes_per_s": 1e7}])
+def test_the_host_that_is_slow_in_all_its_pairs_is_named(how: dict[str, float]) -> None:
+    names = {number: f"host-{number}" for number in range(3)}
+    found = judge_links(made_links(1, **how), names, {1: "eth7"})
+    (slow,) = [finding for finding in found if finding.state != "ok"]
+    assert (slow.check, slow.host, slow.fix) == ("gloo", "host-1", "tc -s qdisc show dev eth7")
+    assert worst(judge_links(made_links(None), names, {})) == "ok"
+
+
+def test_what_each_host_measured_becomes_one_table_that_goes_through_the_store() -> None:
+    whole = made_links(1, latency_s=0.05)
+    parts = [replace(whole, pairs=tuple(row for row in whole.pairs if n in row.hosts)) for n in range(3)]
+    assert merged([Links.from_dict(part.as_dict()) for part in parts]) == whole
+    assert whole.pair_rows({0: "a", 1: "b", 2: "c"})[0] == ("a - b", "50.00", "1.00 GB/s")
+    assert whole.size_rows()[-1] == ("8 MiB", "100.00", "83.9 MB/s")
+
+
+def test_facts_and_sights_go_through_the_store_whole() -> None:
+    facts = host(1, ports={"10.0.0.2": [1, 2]}, token="x", data={"a": "b"})
+    assert HostFacts.from_dict(facts.as_dict()) == facts
+    sight = Sight(1, 0, rtt_s=0.5, why="refused")
+    assert Sight(**sight.as_dict()) == sight
+
+
+TORCHRUN = dict(
+    word.split("=")
+    for word in (
+        "RANK=2 WORLD_SIZE=4 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 GROUP_RANK=1 GROUP_WORLD_SIZE=2 MASTER_ADDR=host-a "
+        "MASTER_PORT=29500"
+    ).split()
+)
+SRUN = dict(
+    word.split("=")
+    for word in (
+        "SLURM_STEP_NUM_TASKS=4 SLURM_STEP_NUM_NODES=2 SLURM_PROCID=2 SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_JOB_ID=1 "
+        "SLURM_STEP_NODELIST=n[1-2]"
+    ).split()
+)
+
+
+def test_a_place_among_hosts_is_read_from_torchruns_variables() -> None:
+    found = find_gathering(TORCHRUN)
+    assert found == Gathering(address="host-a", port=29500, hosts=2, keeps=False, leads=False, number=1)
+    first = find_gathering({**TORCHRUN, "RANK": "0", "GROUP_RANK": "0"})
+    assert first is not None and first.keeps and first.leads
+    agent = find_gathering({**TORCHRUN, "RANK": "0", "GROUP_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert agent is not None and agent.leads and not agent.keeps
+    spare = find_gathering({**TORCHRUN, "RANK": "3", "LOCAL_RANK": "1"})
+    assert spare is not None and spare.spare
+
+
+def test_a_place_among_hosts_is_read_from_sruns_variables() -> None:
+    found = find_gathering(SRUN)
+    assert found is not None and (found.hosts, found.number, found.names) == (2, 1, ("n1", "n2"))
+    assert found.address == "n1" and not found.leads and not found.spare
+    spare = find_gathering({**SRUN, "SLURM_PROCID": "3", "SLURM_LOCALID": "1"})
+    assert spare is not None and spare.spare
+
+
+def test_a_place_among_hosts_set_by_hand_needs_no_more_than_rank_and_size() -> None:
+    found = find_gathering({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host-a"})
+    assert found == Gathering(address="host-a", port=29500, hosts=2, keeps=False, leads=False, number=1)
+
+
+def test_ranks_of_one_host_have_no_other_hosts_to_check() -> None:
+    assert find_gathering({}) is None
+    assert find_gathering({**TORCHRUN, "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}) is None
+
+
+def test_a_variable_that_is_no_number_is_named() -> None:
+    with pytest.raises(ConfigError, match="GROUP_RANK is 'x'"):
+        find_gathering({**TORCHRUN, "GROUP_RANK": "x"})
+
+
+def test_the_host_that_has_the_endpoints_address_keeps_the_store() -> None:
+    here = gathering_at("127.0.0.1:29777", hosts=2)
+    assert here.keeps and here.leads and here.where == "127.0.0.1:29777"
+    assert not gathering_at("192.0.2.1", hosts=2).keeps
+    assert is_here(socket.gethostname())
+    with pytest.raises(ConfigError, match="not HOST:PORT"):
+        gathering_at("host-a:x", hosts=2)
+
+
+def test_ranks_that_are_not_the_first_of_their_host_do_nothing() -> None:
+    spare = find_gathering({**TORCHRUN, "RANK": "3", "LOCAL_RANK": "1"})
+    assert spare is not None
+    assert check_hosts(spare, say=print).findings == ()
+
+
+def test_a_port_that_is_in_use_is_named_with_the_program() -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        report = check_hosts(gathering_at(f"127.0.0.1:{port}", hosts=2), say=print)
+    (found,) = report.findings
+    assert (found.check, found.state, report.tells) == (f"port {port}", "failed", True)
+    assert f"port {port} of {socket.gethostname()}" in found.what and "is in use" in found.what
+    assert found.fix == f"on every host: --rdzv_endpoint 127.0.0.1:{port + 1}"
+
+
+def test_a_meeting_place_that_is_every_host_itself_is_told_with_an_address_for_all() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    gathering = Gathering(address="127.0.0.1", port=port, hosts=2, keeps=True, leads=True, number=0)
+    (found,) = check_hosts(gathering, say=print, patience_s=0.2).findings
+    assert (found.check, found.state, found.host) == ("name", "failed", socket.gethostname())
+    assert "every other host itself elsewhere" in found.what and found.fix.endswith(f"MASTER_PORT={port}")
+
+
+def test_a_host_that_never_comes_is_named_by_its_number_or_by_slurms_name() -> None:
+    own = socket.gethostname()
+    for names, shown in (((), "host 1"), (("n1", "n2"), "n2")):
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]
+        gathering = Gathering(address=own, port=port, hosts=2, keeps=True, leads=True, number=0, names=names)
+        report = check_hosts(gathering, say=print, patience_s=0.2)
+        (found,) = report.findings
+        assert (found.check, found.host) == ("meeting", shown)
+        assert f"1 of 2 hosts came to {own}:{port}" in found.what and f"missing: {shown}" in found.what
+
+
+def test_nccl_takes_the_card_that_its_variable_allows() -> None:
+    cards = [Card(name, (f"10.0.{i}.1",), 1500, True) for i, name in enumerate(["docker0", "eth0", "eth10", "ib0"])]
+    wanted = {"": "10.0.3.1", "eth1": "10.0.2.1", "=eth0": "10.0.1.1", "^ib,docker": "10.0.1.1", "wlan": None}
+    for value, expected in wanted.items():
+        assert nccl_address({"NCCL_SOCKET_IFNAME": value}, cards) == expected, value
+
+
+def test_data_is_compared_by_content_where_that_is_cheap_and_by_names_and_sizes_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("a")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    folder, file = data_hashes(tmp_path / "text"), data_hashes(tmp_path / "tokenizer.json")
+    assert list(folder) == ["text"] and list(file) == ["tokenizer.json"]
+    (tmp_path / "text" / "b.txt").write_text("b")
+    assert data_hashes(tmp_path / "text") != folder
+    assert data_hashes(tmp_path / "nothing") == {"nothing": "missing"}
+    os.rename(tmp_path / "tokenizer.json", tmp_path / "other.json")
+    assert list(data_hashes(tmp_path / "other.json").values()) == list(file.values())

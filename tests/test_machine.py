@@ -1,0 +1,377 @@
+"""Checks of a machine, asked about machines that are broken in every way one can be."""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import os
+import re
+import resource
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from drumline import gpus
+from drumline.cards import Card
+from drumline.gpus import Smi, check_cpu_products, check_cuda, check_gpu, cpu_products, read_smi, wrong_elements
+from drumline.machine import (
+    Disk,
+    check_cards,
+    check_clock,
+    check_compiler,
+    check_disk,
+    check_open_files,
+    check_shared_memory,
+    check_system,
+    check_torch,
+    measure_disk,
+    read_cores,
+    read_limits,
+    read_open_files,
+    read_synchronised,
+)
+
+GIB = 1 << 30
+CPU = torch.device("cpu")
+
+
+def test_a_machine_in_a_line() -> None:
+    found = check_system(cores=8, allowed_cores=8, threads=None, memory_bytes=32 * GIB, limit_bytes=64 * GIB)
+    assert found.state == "ok" and "8 cores, 32.0 GiB of memory" in found.what
+
+
+def test_a_container_with_fewer_cores_than_torch_would_start_threads_is_told_the_number() -> None:
+    limits: dict[str, Any] = {"cores": 64, "allowed_cores": 2.5, "memory_bytes": 256 * GIB, "limit_bytes": 8 * GIB}
+    found = check_system(threads=None, **limits)
+    assert found.state == "warning" and found.fix == "export OMP_NUM_THREADS=2"
+    assert "2.5 of 64 cores" in found.what and "8.0 GiB of memory of the machine's 256" in found.what
+    assert check_system(threads=2, **limits).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("groups", "files"),
+    [
+        ("0::/pod/box\n", {"pod/cpu.max": "150000 100000", "pod/memory.max": "max", "pod/box/memory.max": "1024"}),
+        ("0::/\n", {"cpu.max": "150000 100000", "memory.max": "1024"}),
+        (
+            "2:cpu:/box\n1:memory:/\n0::/\n",
+            {
+                "cpu/box/cpu.cfs_quota_us": "150000",
+                "cpu/box/cpu.cfs_period_us": "100000",
+                "cpu/cpu.cfs_quota_us": "-1",
+                "memory/memory.limit_in_bytes": "1024",
+            },
+        ),
+    ],
+)
+def test_a_containers_limits_are_found_in_either_kind_of_control_group(
+    tmp_path: Path, groups: str, files: dict[str, str]
+) -> None:
+    (tmp_path / "own").write_text(groups)
+    for name, content in files.items():
+        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "root" / name).write_text(content + "\n")
+    assert read_limits(tmp_path / "own", tmp_path / "root") == (1.5, 1024)
+    assert read_limits(tmp_path / "absent") == (float("inf"), 1 << 60)
+
+
+def test_a_torch_that_is_too_old_is_told_what_to_install() -> None:
+    assert check_torch("2.10.1+cu128", cuda="12.8", nccl="2.27").fix == "pip install 'torch>=2.11'"
+    assert check_torch("2.11.0", cuda="12.8", nccl="2.27").what == "2.11.0, CUDA 12.8, NCCL 2.27"
+    assert check_torch("3.0.0a0+git123", cuda=None, nccl="none").state == "ok"
+
+
+def test_no_compiler_is_a_warning_and_ends_only_a_run_that_compiles() -> None:
+    found = check_compiler(None, wanted=None)
+    assert found.state == "warning" and "g++" in found.fix
+    assert check_compiler(None, wanted=None, needed=True).state == "failed"
+    assert check_compiler(None, wanted="icpx").fix == "unset CXX"
+    assert check_compiler("/usr/bin/g++", "g++ 12", wanted=None).what == "g++ 12 for --compile"
+
+
+def test_little_shared_memory_is_told_how_to_get_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drumline.machine.in_container", lambda: True)
+    found = check_shared_memory(64 << 20, 64 << 20, needed_bytes=GIB)
+    assert found.state == "warning" and found.fix == "docker run --shm-size=8g ..." and "67.1MB" in found.what
+    monkeypatch.setattr("drumline.machine.in_container", lambda: False)
+    assert check_shared_memory(None, 0, needed_bytes=GIB).fix.endswith("mount -o remount,size=8G /dev/shm")
+    assert check_shared_memory(8 * GIB, 1000, needed_bytes=GIB).fix == "du -sh /dev/shm/*"
+    assert check_shared_memory(8 * GIB, 8 * GIB, needed_bytes=GIB).state == "ok"
+
+
+def test_the_disk_of_a_folder_that_is_not_there_yet_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
+    disk = measure_disk(tmp_path / "runs" / "new", speed=True)
+    assert disk.error is None and disk.existing == tmp_path and disk.bytes_per_s and disk.free_bytes > 0
+    assert list(tmp_path.iterdir()) == []
+    assert measure_disk(tmp_path, speed=False).bytes_per_s is None
+
+
+def test_a_folder_that_cannot_be_is_failed(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = check_disk(measure_disk(tmp_path / "file" / "run", speed=False))
+    assert (
+        found.state == "failed" and "Not a directory" in found.what and found.fix.startswith("drumline train --run_dir")
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied"), "sudo chown -R $(id -un) /tmp"),
+        (OSError(errno.EROFS, "Read-only file system"), "mount -o remount,rw /"),
+        (OSError(errno.ENOSPC, "No space left on device"), "drumline train --run_dir /data/runs/NAME"),
+    ],
+)
+def test_a_disk_that_takes_nothing_is_told_what_to_type(error: OSError, fix: str) -> None:
+    disk = Disk(folder=Path("/tmp/run"), existing=Path("/tmp"), error=error, roomier=Path("/data"))
+    found = check_disk(disk)
+    assert (
+        found.state == "failed" and found.what == f"/tmp/run cannot be written ({error.strerror})" and fix in found.fix
+    )
+
+
+def test_a_disk_that_is_full_slow_or_memory_is_a_warning() -> None:
+    where: dict[str, Any] = {"folder": Path("/runs"), "existing": Path("/")}
+    full = Disk(**where, free_bytes=10**6)
+    found = check_disk(full, needed_bytes=10**9, what_for="checkpoints take")
+    assert (
+        found.state == "warning" and "1.0MB free; checkpoints take 1.0GB" in found.what and found.fix.startswith("du ")
+    )
+    slow = check_disk(Disk(**where, free_bytes=10**12, bytes_per_s=10e6, roomier=Path("/data")))
+    assert slow.state == "warning" and "takes 150 s" in slow.what and "/data" in slow.fix
+    memory = check_disk(Disk(**where, free_bytes=10**12, bytes_per_s=1e9, kind="tmpfs"))
+    assert memory.state == "warning" and "lost with the next restart" in memory.what
+    assert check_disk(Disk(**where, free_bytes=10**12, bytes_per_s=1e9, kind="ext4")).state == "ok"
+
+
+def test_few_open_files_are_told_how_to_have_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert check_open_files(256, 4096).fix == "ulimit -n 4096"
+    assert check_open_files(256, resource.RLIM_INFINITY).fix == "ulimit -n 65536"
+    assert check_open_files(256, 256).fix == "sudo prlimit --pid $$ --nofile=65536:65536"
+    assert check_open_files(1024, 1024).state == check_open_files(-1, -1).state == "ok"
+    assert check_open_files(*read_open_files()).check == "open files"
+
+
+def test_a_clock_of_another_year_fails_and_one_that_nobody_keeps_is_a_warning() -> None:
+    now = 1_800_000_000.0
+    assert check_clock(0.0, synchronised=True).state == "failed"
+    assert check_clock(now, synchronised=False).state == "warning" and check_clock(now, synchronised=False).fix
+    assert check_clock(now, synchronised=None).state == check_clock(now, synchronised=True).state == "ok"
+    assert read_synchronised() in (True, False, None)
+    assert check_clock(time.time(), synchronised=True).state == "ok"
+
+
+def test_network_cards_are_shown_with_addresses_and_mtu() -> None:
+    eth = Card("eth1", ("10.0.0.5", "fe80::1"), 9000, True, 25000)
+    others = (Card("docker0", ("172.17.0.1",), 1500, True), Card("lo", ("127.0.0.1",), 65536, True))
+    (found,) = check_cards([eth, *others], name="a", own_address="10.0.0.5")
+    assert found.state == "ok" and found.what == "eth1 10.0.0.5, MTU 9000, 25 Gbit/s"
+    (small,) = check_cards([Card("eth1", ("10.0.0.5",), 576, True)], name="a", own_address=None)
+    assert small.state == "warning" and small.fix.endswith("ip link set dev eth1 mtu 1500")
+    (alone,) = check_cards(others, name="a", own_address="127.0.0.1")
+    assert alone.state == "ok" and "alone" in alone.what
+
+
+def test_a_host_name_that_stands_for_loopback_is_a_remark() -> None:
+    _, found = check_cards([Card("eth1", ("10.0.0.5",), 1500, True)], name="a", own_address="127.0.1.1")
+    assert found.state == "ok" and "127.0.1.1" in found.what and "export GLOO_SOCKET_IFNAME=eth1" in found.what
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program of that name, which a test writes."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    return tmp_path / "nvidia-smi"
+
+
+def script(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_nvidia_smi_is_asked_for_heat_memory_errors_and_slowdowns(nvidia_smi: Path) -> None:
+    script(
+        nvidia_smi, "echo 'GPU-aa, 31, 0, 570.1, 700.00, 0x0000000000000001'; echo 'GPU-bb, 90, 2, 570.1, [N/A], 0x40'"
+    )
+    first, second = read_smi()
+    assert first == Smi(uuid="aa", temperature_c=31, ecc_errors=0, driver="570.1", power_limit_w=700.0)
+    assert second == Smi(uuid="bb", temperature_c=90, ecc_errors=2, driver="570.1", slowdown="heat")
+
+
+def test_an_nvidia_smi_that_knows_less_or_fails_is_no_trouble(nvidia_smi: Path) -> None:
+    script(nvidia_smi, 'case "$1" in *throttle*) exit 2;; esac; echo "GPU-aa, [N/A], [N/A], 450.2, 300"')
+    assert read_smi() == [Smi(uuid="aa", driver="450.2", power_limit_w=300.0)]
+    script(nvidia_smi, "echo No devices were found; exit 9")
+    assert read_smi() == []
+
+
+def test_gpus_are_counted_without_a_driver(tmp_path: Path) -> None:
+    for name, vendor, kind in (("a", "0x10de", "0x030200"), ("b", "0x10de", "0x040300"), ("c", "0x8086", "0x030000")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(vendor + "\n")
+        (tmp_path / name / "class").write_text(kind + "\n")
+    assert gpus.installed_gpus(tmp_path) == 1 and gpus.installed_gpus(tmp_path / "absent") == 0
+
+
+OLD = "The NVIDIA driver on your system is too old (found version {}). Please update your GPU driver"
+NONE = "Found no NVIDIA driver on your system."
+
+
+@pytest.mark.parametrize(
+    ("built_for", "trouble", "installed", "visible", "state", "fix"),
+    [
+        ("12.8", "", 1, None, "ok", ""),
+        ("12.8", NONE, 0, None, "ok", ""),
+        (None, "", 0, None, "ok", ""),
+        (None, "", 1, None, "warning", "pip install --force-reinstall torch"),
+        ("12.8", "No CUDA GPUs are available", 2, "", "warning", "unset CUDA_VISIBLE_DEVICES"),
+        ("12.8", OLD.format(11040), 1, None, "failed", "apt install nvidia-driver"),
+        ("12.8", NONE, 1, None, "failed", "apt install nvidia-driver"),
+    ],
+)
+def test_why_torch_finds_no_gpu_is_told_with_what_to_type(
+    built_for: str | None,
+    trouble: str,
+    installed: int,
+    visible: str | None,
+    state: str,
+    fix: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gpus, "in_container", lambda: False)
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    found = check_cuda(built_for=built_for, trouble=trouble, installed=installed, environ=environ)
+    assert found.state == state and fix in found.fix and bool(found.fix) == (state != "ok")
+    needed = check_cuda(built_for=built_for, trouble=trouble, installed=installed, environ=environ, needed=True)
+    works = built_for is not None and not trouble
+    assert needed.state == ("ok" if works else "failed") and bool(needed.fix) != works
+
+
+def test_a_gpu_is_hidden_from_a_container_that_was_not_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "in_container", lambda: True)
+    found = check_cuda(built_for="12.8", trouble=NONE, installed=1, environ={})
+    assert found.state == "warning" and found.fix == "docker run --gpus all ..."
+
+
+def gpu(**about: Any) -> Any:
+    facts = {
+        "total_bytes": 80 * GIB,
+        "free_bytes": 79 * GIB,
+        "smi": None,
+        "wrong": {"float32": 0},
+        "without": "0,1,2,4",
+    }
+    return check_gpu(3, "H100", **{**facts, **about})
+
+
+def test_a_gpu_that_is_well_is_one_line() -> None:
+    smi = Smi(uuid="a", temperature_c=31, ecc_errors=0, driver="570.1", power_limit_w=700.0)
+    found = gpu(smi=smi)
+    assert found.state == "ok" and found.check == "GPU 3"
+    assert found.what == ("H100, 79 of 80 GiB free, 31 °C, no ECC errors, 700 W, driver 570.1, float32 products right")
+    assert gpu().what == "H100, 79 of 80 GiB free, float32 products right"
+
+
+def test_a_gpu_that_is_not_well_is_named_with_what_to_type() -> None:
+    wrong = gpu(wrong={"float32": 0, "bfloat16": 12})
+    assert wrong.state == "failed" and wrong.fix == "export CUDA_VISIBLE_DEVICES=0,1,2,4"
+    assert "computes wrong results: 12 of 50,331,648 elements of a bfloat16 product" in wrong.what
+    errors = gpu(smi=Smi(uuid="", ecc_errors=2))
+    assert (
+        errors.state == "warning"
+        and errors.fix == "sudo nvidia-smi --gpu-reset -i 3"
+        and "2 memory errors" in errors.what
+    )
+    assert "slowed down by the power supply" in gpu(smi=Smi(uuid="", slowdown="the power supply")).what
+    assert "slowed down by heat at 91 °C" in gpu(smi=Smi(uuid="", temperature_c=91)).what
+    taken = gpu(free_bytes=10 * GIB)
+    assert (
+        taken.state == "warning" and "70 of 80 GiB of its memory are taken" in taken.what and "nvidia-smi" in taken.fix
+    )
+
+
+def test_each_gpu_that_torch_may_use_is_looked_at_and_a_bad_one_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory(device: torch.device) -> tuple[int, int]:
+        if device.index == 2:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        return 79 * GIB if device.index else GIB // 2, 80 * GIB
+
+    def wrong(device: torch.device, dtype: str) -> int:
+        return 12 if device.index == 1 and dtype == "bfloat16" else 0
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="H100", uuid=device.index)
+    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    monkeypatch.setattr(gpus, "wrong_elements", wrong)
+    smis = [Smi(uuid="3", temperature_c=44), Smi(uuid="7", temperature_c=99)]
+    full, bad, dead, fine = gpus.look_at_gpus({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, smis)
+    assert full.state == "warning" and "taken by other processes" in full.what
+    assert (
+        bad.state == "failed" and bad.fix == "export CUDA_VISIBLE_DEVICES=4,6,7" and "wrong results: 12 of" in bad.what
+    )
+    assert dead.state == "failed" and dead.fix == "export CUDA_VISIBLE_DEVICES=4,5,7" and "launch failure" in dead.what
+    assert fine.state == "ok" and "44 °C" in fine.what and "float32 and bfloat16 products right" in fine.what
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_of_whole_numbers_are_exact_in_any_order_of_summing(dtype: str) -> None:
+    def backwards(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(left.shape[0], right.shape[1])
+        for start in range(960, -1, -96):
+            total += left[:, start : start + 96].float() @ right[start : start + 96].float()
+        return total.to(left.dtype)
+
+    assert wrong_elements(CPU, dtype, rounds=1, multiply=backwards) == 0
+
+
+def test_every_wrong_element_is_counted() -> None:
+    def flawed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        product = left @ right
+        product[3, 5:8] += 1
+        return product
+
+    assert wrong_elements(CPU, "float32", rounds=2) == 0
+    assert wrong_elements(CPU, "float32", rounds=2, multiply=flawed) == 6
+
+
+def test_the_cpu_is_made_to_compute_in_a_process_of_its_own() -> None:
+    before = psutil.Process().children()
+    found = cpu_products()
+    assert psutil.Process().children() == before
+    assert found["float32"][0] == 0
+    assert check_cpu_products(found).state in ("ok", "warning")
+
+
+def test_a_cpu_that_dies_of_bfloat16_is_told_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(writing: int) -> None:
+        os.write(writing, b'{"float32": [0, 0.01]}\n')
+        faulthandler.disable()
+        os.kill(os.getpid(), signal.SIGILL)
+
+    monkeypatch.setattr(gpus, "_compute_and_leave", die)
+    found = check_cpu_products(cpu_products())
+    assert found.state == "warning" and found.fix == "export ONEDNN_MAX_CPU_ISA=AVX512_CORE" and "SIGILL" in found.what
+    assert check_cpu_products(cpu_products(), needed=True).state == "failed"
+
+
+def test_products_on_the_cpu_are_judged_by_their_results_and_their_speed() -> None:
+    wrong = check_cpu_products({"float32": [7, 0.01], "bfloat16": [0, 0.01]})
+    assert wrong.state == "failed" and "7 of 524,288 elements in float32" in wrong.what
+    slow = check_cpu_products({"float32": [0, 0.01], "bfloat16": [0, 0.1]})
+    assert slow.state == "ok" and "bfloat16 10x slower than float32, which --dtype auto takes" in slow.what
+    fast = check_cpu_products({"float32": [0, 0.03], "bfloat16": [0, 0.01]})
+    assert fast.state == "ok" and re.search(r"bfloat16 3.0x as fast as float32: --dtype bfloat16", fast.what)
+    assert check_cpu_products({"float32": [0, 0.03]}).fix == "drumline train --dtype float32"
+
+
+def test_cores_are_those_this_process_may_use() -> None:
+    assert 1 <= read_cores() <= (os.cpu_count() or 1)
