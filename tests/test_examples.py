@@ -3,7 +3,6 @@
 import json
 import os
 import runpy
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack, suppress
@@ -14,18 +13,13 @@ import numpy as np
 import pytest
 from conftest import small
 
+from drumline.cards import free_port
 from drumline.records import read_metrics
 from drumline.run_folder import RunFolder
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 TIMEOUT_S = 240
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(where: Path, *words: str) -> subprocess.Popen[str]:

@@ -13,6 +13,7 @@ import pytest
 from conftest import small
 from launchers import rank_process, wait_until_gone, wait_until_it_catches
 
+from drumline.cards import free_port
 from drumline.cluster import check_backend, find_place
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from drumline.launch import meeting_port
@@ -32,12 +33,6 @@ LAUNCHES = {
     "torchrun --standalone": [*TORCHRUN, "--standalone", "--nproc_per_node=3", *DRUMLINE],
     "launch": [*PYTHON, "torch.distributed.launch", "--nproc_per_node=2", "--master_port=PORT", *DRUMLINE],
 }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def start(command: list[str], where: Path, **environ: str) -> subprocess.Popen[str]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from drumline.cards import Card
+from drumline.cards import Card, is_free
 from drumline.finding import Finding
-from drumline.variables import Facts, check_variables, free_port
+from drumline.variables import Facts, check_variables
 
 CARDS = (
     Card("eth1", ("10.0.0.5",), 1500, True),
@@ -91,8 +91,8 @@ def test_a_host_that_has_no_address_and_a_port_that_is_taken_are_found() -> None
         held.bind(("", 0))
         held.listen()
         port = held.getsockname()[1]
-        assert free_port(port) is None
-        found = judged("MASTER_PORT", str(port), port_is_free=lambda number: free_port(number) is not None)
+        assert not is_free(port)
+        found = judged("MASTER_PORT", str(port), port_is_free=is_free)
     assert found.state == "warning" and found.fix.startswith("export MASTER_PORT=") and str(port) not in found.fix
 
 

@@ -153,7 +153,7 @@ class _Check:
             fix = f"on every host: {self._gathering.moved(own, self._gathering.port)}"
             return Finding("name", "failed", what, fix, here)
         fix = f"start the same check there too; if it runs there: nc -vz {address} {self._gathering.port}"
-        what = f"{came}: {here}; missing: {missing or expected - len(hosts)}"
+        what = f"{came}: {here}; missing: {missing or f'{expected - len(hosts)} more'}"
         return Finding("meeting", "failed", what, fix, missing)
 
     def _look_around(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+from drumline.cards import is_free
 from drumline.cluster import find_place
 from drumline.config import TrainConfig
 from drumline.errors import EXIT_STOPPED, RunLostError
@@ -113,11 +113,7 @@ def meeting_port(wanted: str | None) -> int:
     """The port the ranks meet at: MASTER_PORT if it is set and free, else any free one."""
     if not wanted:
         return 0
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", int(wanted)))
-        except OSError as error:
-            logging.getLogger(__name__).warning("MASTER_PORT %s: %s; using another port", wanted, error.strerror)
-            return 0
+    if not is_free(int(wanted)):
+        logging.getLogger(__name__).warning("MASTER_PORT %s is in use; using another port", wanted)
+        return 0
     return int(wanted)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from drumline.config import MEETING_PORT
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, EXIT_USER, ConfigError
 from drumline.job_command import JobCommand
+from drumline.variables import is_secret
 
 Kind = Literal["job", "trainjob"]
 
@@ -29,7 +30,6 @@ _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
 _MEMORY = "shared-memory"
 # What YAML reads as something else than these very letters is quoted.
 _PLAIN = re.compile(r"(?:--)?[A-Za-z_/][A-Za-z0-9_./-]*(?::[A-Za-z0-9_./-]+)*")
@@ -103,7 +103,7 @@ class K8sConfig:
         found: list[Tree] = []
         for entry in self.env:
             name, value = _parted(entry, "env", "NCCL_DEBUG=INFO")
-            if _SECRET.search(name):
+            if is_secret(name):
                 raise ConfigError(
                     f"--env {name}=... would write a secret into the YAML",
                     fix=f"write {name}=... to FILE, kubectl create secret generic drumline --from-env-file FILE, and "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
-import socket
 import threading
 import time
 import uuid
@@ -19,6 +18,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousS
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
+from drumline.cards import free_port
 from drumline.leader import MeetingPoint, Reached
 
 Change = Literal["", "joined", "moved on", "left", "cut off"]
@@ -254,10 +254,3 @@ class _Background:
         except Exception as error:
             self.error = error
         self.done.set()
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +15,7 @@ from drumline.errors import ConfigError
 from drumline.heartbeat import ATTEMPT
 from drumline.hosts_file import RemoteHost, parse_hosts, read_hosts
 from drumline.job_command import flag
+from drumline.variables import masked
 
 COMMANDS = ("train", "bench", "doctor")
 SILENT_S = 60.0
@@ -34,8 +34,6 @@ _PASSED_NAMES = frozenset(
     "CUDA_LAUNCH_BLOCKING CUDA_DEVICE_MAX_CONNECTIONS".split()
 )
 _NEVER = frozenset("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()) | {ATTEMPT}
-_SECRET = re.compile(r"KEY|TOKEN(?!IZERS)|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-_PROXY_USER = re.compile(r"//[^/@\s]*@")
 _OURS = {
     "nproc": "put it before the --, or give each host its own: --hosts a:2,b:4",
     "nnodes": "leave it out: the hosts are counted",
@@ -170,17 +168,9 @@ def describe(plan: Plan, *, checks: bool) -> list[str]:
     lines = []
     for host in plan.hosts:
         for what, order in [*([("check", plan.check())] if checks else []), ("start", plan.order(host))]:
+            shown = {**order, "environ": {name: masked(name, value) for name, value in order["environ"].items()}}
             lines += [
                 f"{what} {host.name}: {shlex.join(plan.ssh_line(host))}",
-                f"  stdin: {json.dumps(_masked(order))}",
+                f"  stdin: {json.dumps(shown)}",
             ]
     return lines
-
-
-def _masked(order: dict[str, Any]) -> dict[str, Any]:
-    """Without the values of secrets, and the user and password of a proxy."""
-    environ = {
-        name: "***" if _SECRET.search(name) else _PROXY_USER.sub("//***@", value)
-        for name, value in order["environ"].items()
-    }
-    return {**order, "environ": environ}

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from drumline.cards import Card
+from drumline.cards import Card, free_port, is_free
 from drumline.finding import Finding, State
 
 Verdict = tuple[State, str, str]
@@ -15,7 +15,8 @@ Verdict = tuple[State, str, str]
 _FINE: Verdict = ("ok", "", "")
 
 _ON_GPUS = ("NCCL_", "TORCH_NCCL_", "CUDA_", "PYTORCH_CUDA_", "NVIDIA_")
-_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
+_PROXY_USER = re.compile(r"//[^/@\s]*@")
 _LONGEST_VALUE = 60
 
 MEANINGS = {
@@ -108,17 +109,6 @@ def _resolves(host: str) -> bool:
         return False
 
 
-def free_port(wanted: int = 0) -> int | None:
-    """That port if nobody listens there, or any free one; None if it is taken."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", wanted))
-        except OSError:
-            return None
-        return int(probe.getsockname()[1])
-
-
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What values are judged by."""
@@ -131,7 +121,7 @@ class Facts:
     compiles: bool = True
     """Whether a run is to compile, or may."""
     resolves: Callable[[str], bool] = _resolves
-    port_is_free: Callable[[int], bool] = lambda port: free_port(port) is not None
+    port_is_free: Callable[[int], bool] = is_free
 
 
 def check_variables(environ: Mapping[str, str], facts: Facts) -> list[Finding]:
@@ -153,12 +143,21 @@ def _meaning(name: str) -> str | None:
     return known or next((what for prefix, what in _FAMILIES.items() if name.startswith(prefix)), None)
 
 
+def is_secret(name: str) -> bool:
+    """Whether a variable of this name is likely to hold what nobody should read."""
+    return _SECRET.search(name) is not None
+
+
+def masked(name: str, value: str) -> str:
+    """A value without what others should not see: all of a secret, and the user and password of a proxy."""
+    return "***" if is_secret(name) else _PROXY_USER.sub("//***@", value)
+
+
 def _shown(name: str, value: str) -> str:
     """The value, without what others should not see."""
-    if any(word in name.upper() for word in _SECRET):
+    if is_secret(name):
         return "is set, its value not shown"
-    value = re.sub(r"//[^/@\s]*@", "//...@", value)  # user and password of a proxy
-    value = "".join(letter if letter.isprintable() else "?" for letter in value)
+    value = "".join(letter if letter.isprintable() else "?" for letter in masked(name, value))
     return (
         f"is {value if len(value) <= _LONGEST_VALUE else value[: _LONGEST_VALUE - 3] + '...'}" if value else "is empty"
     )
