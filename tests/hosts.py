@@ -170,6 +170,7 @@ def two_hosts(scratch: Path) -> Iterator[tuple[Host, Host]]:
             _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
             _ip("-n", host.namespace, "link", "set", "lo", "up")
             _ip("-n", host.namespace, "link", "set", "eth0", "up")
+        _wait_for_links(hosts)
         yield a, b
 
 
@@ -205,7 +206,17 @@ def hosts_on_a_switch(scratch: Path, count: int, *, delay_last_s: float = 0.0) -
             _ip("-n", switch, "link", "set", "behind" if held else port, "master", "switch")
             if held:
                 stack.enter_context(_relay(switch, [each.namespace for each in hosts], port, "held", delay_last_s))
+        _wait_for_links(hosts)
         yield hosts
+
+
+def _wait_for_links(hosts: Sequence[Host]) -> None:
+    """The kernel takes up to a second to say that a card which has a cable is up."""
+    deadline = time.monotonic() + 10
+    for host in hosts:
+        while " UP " not in (said := _ip("-n", host.namespace, "-brief", "link", "show", "dev", "eth0")):
+            assert time.monotonic() < deadline, said
+            time.sleep(0.02)
 
 
 @contextlib.contextmanager

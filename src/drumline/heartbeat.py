@@ -234,6 +234,11 @@ def read_run_dir(folder: Path) -> Path | None:
         return None
 
 
+def is_supervised() -> bool:
+    """Whether a launcher of ours watches this rank, and ends it when need be."""
+    return ATTEMPT in os.environ
+
+
 def started_again() -> bool:
     """Whether this launcher has started its ranks before."""
     if folder := os.environ.get(ATTEMPT):

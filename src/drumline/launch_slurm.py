@@ -35,11 +35,11 @@ _AFTER_TRAINING = """\
 code=$?
 case $code in
 {stopped})  # stopped by a signal: the time is nearly up, or the nodes are wanted for another job
-    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_requeues} ] && scontrol requeue "$SLURM_JOB_ID"; then
+    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_requeues} ]; then
         echo "drumline: stopped (exit code $code); job $SLURM_JOB_ID is queued again and will go on"
-    else
-        echo "drumline: stopped (exit code $code) after ${{SLURM_RESTART_COUNT:-0}} restarts; to go on: sbatch" {script}
-    fi ;;
+        scontrol requeue "$SLURM_JOB_ID" && exit $code  # if it lives so long: this ends the script as well
+    fi
+    echo "drumline: stopped (exit code $code) after ${{SLURM_RESTART_COUNT:-0}} restarts; to go on: sbatch" {script} ;;
 {failed}) echo "drumline: the run failed, see" {run_dir}/status.json "; to go on: sbatch" {script} ;;
 esac
 exit $code

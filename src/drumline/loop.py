@@ -29,7 +29,7 @@ from drumline.disk import LineFile
 from drumline.errors import DrumlineError, TrainingError
 from drumline.guard import Guard, GuardRules, ReplicaDriftError, Verdict
 from drumline.hardware import peak_flops, peak_memory_bytes
-from drumline.heartbeat import Pulse
+from drumline.heartbeat import Pulse, is_supervised
 from drumline.parallel import Strategy
 from drumline.records import JsonlSink, Record, Records, Speed, forget_after
 from drumline.resume import resume
@@ -379,7 +379,7 @@ def due(step: int, every: Fraction, last: int) -> bool:
 
 @contextmanager
 def _stop_signals() -> Iterator[threading.Event]:
-    """Any of STOP_SIGNALS asks the loop to stop after the current step; a second one stops at once, as usual."""
+    """Any of STOP_SIGNALS asks the loop to stop after the current step; one more of a kind stops at once, as usual."""
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -387,7 +387,8 @@ def _stop_signals() -> Iterator[threading.Event]:
 
     def ask(signum: int, frame: Any) -> None:
         stop.set()
-        signal.signal(signum, before[signum])
+        # A supervisor ends ranks that do not stop. SLURM sends a signal to both, so that it comes here twice.
+        signal.signal(signum, signal.SIG_IGN if is_supervised() else before[signum])
 
     before: dict[int, Any] = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     for signum in before:

@@ -71,7 +71,6 @@ class Supervisor(SimpleElasticAgent):
         self._watch = Watch(limit_s)
         self._hang: Hang | None = None
         self._stops = self._attempts = self._restarts = self._excused = 0
-        self._heard: set[int] = set()
         self._may_raise = True
         self._asked_s: float | None = None
         self._reached = -1
@@ -191,8 +190,7 @@ class Supervisor(SimpleElasticAgent):
                 _say(f"{socket.gethostname()}: {_CHANGES[change]}")
                 return None
             if (self._stops or change) and self._asked_s is None:
-                # Once: a rank that gets the same signal twice stops at once, and SLURM sends its own to every process.
-                self._ranks.send(signal.SIGUSR1 if signal.SIGTERM in self._heard else signal.SIGTERM)
+                self._ranks.send(signal.SIGTERM)
                 self._asked_s = time.monotonic()
 
     def _waits_in_vain(self) -> bool:
@@ -327,7 +325,6 @@ class Supervisor(SimpleElasticAgent):
 
         def count(signum: int, frame: Any) -> None:
             self._stops += 1
-            self._heard.add(signum)
             if self._may_raise:
                 self._may_raise = False
                 raise _InterruptedError
