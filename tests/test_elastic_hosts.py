@@ -17,7 +17,7 @@ from hosts import Host, Started, two_hosts
 
 from drumline.records import read_metrics
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 ENDPOINT = ("--rdzv_endpoint", "host-a:29400")
 
 

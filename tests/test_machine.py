@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from drumline import gpus
-from drumline.cards import Card
+from drumline.cards import Card, InfiniBandPort, find_infiniband, is_loopback
 from drumline.gpus import Smi, check_cpu_products, check_cuda, check_gpu, cpu_products, read_smi, wrong_elements
 from drumline.machine import (
     Disk,
@@ -26,6 +26,7 @@ from drumline.machine import (
     check_clock,
     check_compiler,
     check_disk,
+    check_infiniband,
     check_open_files,
     check_shared_memory,
     check_system,
@@ -123,7 +124,7 @@ def test_a_folder_that_cannot_be_is_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "fix"),
     [
-        (PermissionError(errno.EACCES, "Permission denied"), "sudo chown -R $(id -un) /tmp"),
+        (PermissionError(errno.EACCES, "Permission denied"), 'sudo install -d -o "$(id -un)" /tmp/run'),
         (OSError(errno.EROFS, "Read-only file system"), "mount -o remount,rw /"),
         (OSError(errno.ENOSPC, "No space left on device"), "drumline train --run_dir /data/runs/NAME"),
     ],
@@ -134,6 +135,24 @@ def test_a_disk_that_takes_nothing_is_told_what_to_type(error: OSError, fix: str
     assert (
         found.state == "failed" and found.what == f"/tmp/run cannot be written ({error.strerror})" and fix in found.fix
     )
+
+
+def test_a_folder_of_somebody_else_is_told_to_take_over_that_folder_and_none_above_it() -> None:
+    denied = PermissionError(errno.EACCES, "Permission denied")
+    absent = Disk(folder=Path("/my runs/x"), existing=Path("/"), error=denied)
+    assert check_disk(absent).fix == "sudo install -d -o \"$(id -un)\" '/my runs/x'"
+    there = Disk(folder=Path("/my runs/x"), existing=Path("/my runs/x"), error=denied)
+    assert check_disk(there).fix == "sudo chown \"$(id -un)\" '/my runs/x'"
+
+
+def test_paths_in_what_to_type_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    where: dict[str, Any] = {"folder": Path("/my runs/x"), "existing": Path("/my runs")}
+    assert check_disk(Disk(**where), needed_bytes=1).fix == "du -sh '/my runs'/* | sort -h"
+    roomy = check_disk(Disk(**where, roomier=Path("/big disk")), needed_bytes=1)
+    assert roomy.fix == "drumline train --run_dir '/big disk/runs/NAME'"
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == Path("/my runs"))
+    read_only = check_disk(Disk(**where, error=OSError(errno.EROFS, "Read-only file system")))
+    assert read_only.fix.endswith("mount -o remount,rw '/my runs'")
 
 
 def test_a_disk_that_is_full_slow_or_memory_is_a_warning() -> None:
@@ -168,6 +187,13 @@ def test_a_clock_of_another_year_fails_and_one_that_nobody_keeps_is_a_warning() 
     assert check_clock(time.time(), synchronised=True).state == "ok"
 
 
+def test_each_part_of_what_to_type_against_a_clock_is_typed_as_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    first, second = check_clock(0.0, synchronised=None).fix.split(" && ")
+    assert first.startswith("sudo ") and first.endswith(" chrony") and second == "sudo chronyd"
+
+
 def test_network_cards_are_shown_with_addresses_and_mtu() -> None:
     eth = Card("eth1", ("10.0.0.5", "fe80::1"), 9000, True, 25000)
     others = (Card("docker0", ("172.17.0.1",), 1500, True), Card("lo", ("127.0.0.1",), 65536, True))
@@ -180,8 +206,38 @@ def test_network_cards_are_shown_with_addresses_and_mtu() -> None:
 
 
 def test_a_host_name_that_stands_for_loopback_is_a_remark() -> None:
-    _, found = check_cards([Card("eth1", ("10.0.0.5",), 1500, True)], name="a", own_address="127.0.1.1")
-    assert found.state == "ok" and "127.0.1.1" in found.what and "export GLOO_SOCKET_IFNAME=eth1" in found.what
+    for address in ("127.0.1.1", "::1"):
+        _, found = check_cards([Card("eth1", ("10.0.0.5",), 1500, True)], name="a", own_address=address)
+        assert found.state == "ok" and address in found.what and "export GLOO_SOCKET_IFNAME=eth1" in found.what
+
+
+def test_loopback_is_known_by_its_addresses_of_either_kind() -> None:
+    assert all(map(is_loopback, ("127.0.0.1", "127.0.1.1", "::1", "[::1]", "::ffff:127.0.0.1", "localhost")))
+    assert not any(map(is_loopback, ("10.0.0.5", "fe80::1", "fe80::1%eth0", "::", "127.example.org", "host-a", "")))
+
+
+def test_infiniband_is_one_line_with_the_state_of_each_port(tmp_path: Path) -> None:
+    ports = {
+        "mlx5_0/ports/1": ("4: ACTIVE", "InfiniBand", "200 Gb/sec (4X HDR)"),
+        "mlx5_1/ports/1": ("4: ACTIVE", "InfiniBand", "200 Gb/sec (4X HDR)"),
+        "mlx5_2/ports/2": ("1: DOWN", "Ethernet", "40 Gb/sec (4X QDR)"),
+    }
+    for name, values in ports.items():
+        (tmp_path / name).mkdir(parents=True)
+        for file, value in zip(("state", "link_layer", "rate"), values, strict=True):
+            (tmp_path / name / file).write_text(value + "\n")
+    (found,) = check_infiniband(find_infiniband(tmp_path), several_hosts=True)
+    assert found.state == "ok" and found.check == "InfiniBand"
+    assert found.what == "mlx5_0, mlx5_1: InfiniBand active, 200 Gb/sec; mlx5_2:2: RoCE DOWN"
+    assert check_infiniband(find_infiniband(tmp_path / "absent"), several_hosts=True) == []
+
+
+def test_infiniband_without_an_active_port_is_a_warning_between_hosts() -> None:
+    ports = [InfiniBandPort("mlx5_0", 1, "INIT", "InfiniBand", "200 Gb/sec")]
+    (found,) = check_infiniband(ports, several_hosts=True)
+    assert found.state == "warning" and "mlx5_0: InfiniBand INIT" in found.what and found.fix == "rdma link"
+    (alone,) = check_infiniband(ports, several_hosts=False)
+    assert alone.state == "ok" and alone.what == "mlx5_0: InfiniBand INIT"
 
 
 @pytest.fixture
@@ -283,14 +339,15 @@ def test_a_gpu_that_is_not_well_is_named_with_what_to_type() -> None:
     wrong = gpu(wrong={"float32": 0, "bfloat16": 12})
     assert wrong.state == "failed" and wrong.fix == "export CUDA_VISIBLE_DEVICES=0,1,2,4"
     assert "computes wrong results: 12 of 50,331,648 elements of a bfloat16 product" in wrong.what
-    errors = gpu(smi=Smi(uuid="", ecc_errors=2))
+    errors = gpu(smi=Smi(uuid="8f2c", ecc_errors=2))
     assert (
         errors.state == "warning"
-        and errors.fix == "sudo nvidia-smi --gpu-reset -i 3"
+        and errors.fix == "sudo nvidia-smi --gpu-reset -i GPU-8f2c"
         and "2 memory errors" in errors.what
     )
     assert "slowed down by the power supply" in gpu(smi=Smi(uuid="", slowdown="the power supply")).what
-    assert "slowed down by heat at 91 °C" in gpu(smi=Smi(uuid="", temperature_c=91)).what
+    hot = gpu(smi=Smi(uuid="8f2c", temperature_c=91))
+    assert "slowed down by heat at 91 °C" in hot.what and hot.fix.endswith(" -i GPU-8f2c")
     taken = gpu(free_bytes=10 * GIB)
     assert (
         taken.state == "warning" and "70 of 80 GiB of its memory are taken" in taken.what and "nvidia-smi" in taken.fix

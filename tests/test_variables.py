@@ -19,7 +19,8 @@ CARDS = (
 
 
 def judged(name: str, value: str, **facts: Any) -> Finding:
-    known: dict[str, Any] = {"cards": CARDS, "cores": 8, "gpus": 4, "resolves": lambda host: True, **facts}
+    known: dict[str, Any] = {"cards": CARDS, "cores": 8, "gpus": 4, "infiniband": ["mlx5_0", "mlx5_1"]}
+    known |= {"resolves": lambda host: True, **facts}
     (found,) = check_variables({name: value, "HOME": "/root"}, Facts(**{"port_is_free": lambda port: True, **known}))
     assert found.check == name
     return found
@@ -30,6 +31,10 @@ def judged(name: str, value: str, **facts: Any) -> Finding:
     [
         ("OMP_NUM_THREADS", "4", "threads of each process"),
         ("NCCL_IB_HCA", "mlx5_0", "InfiniBand cards"),
+        ("NCCL_IB_HCA", "mlx5", "InfiniBand cards"),
+        ("NCCL_IB_HCA", "=mlx5_0:1,mlx5_1:1", "InfiniBand cards"),
+        ("NCCL_IB_HCA", "^mlx5_9", "InfiniBand cards"),
+        ("NCCL_IB_DISABLE", "0", "without InfiniBand"),
         ("NCCL_SOMETHING_NEW", "1", "read by NCCL"),
         ("GLOO_SOCKET_IFNAME", "eth1", "network card"),
         ("NCCL_SOCKET_IFNAME", "eth", "network cards"),
@@ -67,6 +72,8 @@ def test_a_variable_that_is_set_is_shown_with_what_it_does(name: str, value: str
         ("CUDA_LAUNCH_BLOCKING", "1", "warning", "unset CUDA_LAUNCH_BLOCKING"),
         ("NCCL_P2P_DISABLE", "1", "warning", "unset NCCL_P2P_DISABLE"),
         ("NCCL_IB_DISABLE", "1", "warning", "unset NCCL_IB_DISABLE"),
+        ("NCCL_IB_HCA", "=mlx5", "warning", "unset NCCL_IB_HCA"),
+        ("NCCL_IB_HCA", "mlx4_0,", "warning", "unset NCCL_IB_HCA"),
         ("NCCL_DEBUG", "info", "warning", "unset NCCL_DEBUG"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "warning", "unset TORCH_NCCL_ASYNC_ERROR_HANDLING"),
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "warning", "unset TORCH_DISTRIBUTED_DEBUG"),
@@ -78,11 +85,20 @@ def test_a_value_that_hurts_is_named_with_the_line_to_type(name: str, value: str
     assert (found.state, found.fix[: len(fix)]) == (state, fix)
 
 
+def test_infiniband_is_asked_for_or_left_alone_only_where_there_is_some() -> None:
+    assert "leaves mlx5_0, mlx5_1 alone" in judged("NCCL_IB_DISABLE", "1").what
+    assert judged("NCCL_IB_DISABLE", "1", infiniband=()).state == "ok"
+    assert "(it has mlx5_0, mlx5_1)" in judged("NCCL_IB_HCA", "mlx4_0").what
+    absent = judged("NCCL_IB_HCA", "mlx5_0", infiniband=())
+    assert absent.state == "warning" and "this machine has no InfiniBand: " in absent.what
+
+
 def test_loopback_is_no_way_to_other_hosts() -> None:
     assert judged("GLOO_SOCKET_IFNAME", "lo").state == "ok"
     assert judged("GLOO_SOCKET_IFNAME", "lo", several_hosts=True).fix == "export GLOO_SOCKET_IFNAME=eth1"
     assert judged("MASTER_ADDR", "127.0.0.1").state == "ok"
     assert judged("MASTER_ADDR", "127.0.0.1", several_hosts=True).state == "warning"
+    assert judged("MASTER_ADDR", "::1", several_hosts=True).state == "warning"
 
 
 def test_a_host_that_has_no_address_and_a_port_that_is_taken_are_found() -> None:
@@ -104,7 +120,7 @@ def test_what_is_for_gpus_is_no_matter_without_one_and_what_is_for_compiling_non
 
 def test_nothing_secret_is_shown() -> None:
     assert "hunter2" not in judged("NCCL_AUTH_TOKEN", "hunter2").what
-    assert judged("https_proxy", "http://me:hunter2@proxy:3128").what.startswith("is http://...@proxy:3128: ")
+    assert judged("https_proxy", "http://me:hunter2@proxy:3128").what.startswith("is http://***@proxy:3128: ")
 
 
 def test_a_value_cannot_draw_on_the_terminal_or_fill_it() -> None:

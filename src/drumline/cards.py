@@ -1,10 +1,12 @@
-"""The network cards of this machine, and which of them gloo and NCCL would use."""
+"""The network cards of this machine, InfiniBand's among them, and which of them gloo and NCCL would use."""
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -25,11 +27,21 @@ class Card:
 
     @property
     def is_loopback(self) -> bool:
-        return self.name == "lo" or any(address.startswith("127.") or address == "::1" for address in self.addresses)
+        return self.name == "lo" or any(map(is_loopback, self.addresses))
 
     @property
     def is_virtual(self) -> bool:
         return self.name.startswith(_VIRTUAL)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, v4 or v6, or the name localhost leads back to its own machine."""
+    try:
+        parsed = ipaddress.ip_address(address.strip("[]"))
+    except ValueError:
+        return address == "localhost"
+    mapped = getattr(parsed, "ipv4_mapped", None)  # ::ffff:127.0.0.1
+    return (mapped or parsed).is_loopback
 
 
 def find_cards() -> list[Card]:
@@ -44,6 +56,36 @@ def find_cards() -> list[Card]:
         if stat is not None:
             cards.append(Card(name, addresses, stat.mtu, stat.isup, stat.speed))
     return sorted(cards, key=lambda card: (card.is_loopback, card.is_virtual, not card.is_up, card.name))
+
+
+@dataclass(frozen=True)
+class InfiniBandPort:
+    """One port of a card that speaks InfiniBand, or RoCE over Ethernet, in the kernel's words."""
+
+    card: str
+    number: int
+    state: str
+    """ACTIVE, DOWN, INIT (no subnet manager has set it up)."""
+    layer: str
+    rate: str
+
+    @property
+    def is_active(self) -> bool:
+        return self.state == "ACTIVE"
+
+
+def find_infiniband(root: Path = Path("/sys/class/infiniband")) -> list[InfiniBandPort]:
+    """All ports of InfiniBand and RoCE. Takes no time."""
+    ports = []
+    for folder in sorted(root.glob("*/ports/*")):
+        try:
+            state, layer, rate = ((folder / name).read_text().strip() for name in ("state", "link_layer", "rate"))
+        except OSError:
+            continue
+        state = state.rpartition(" ")[2]  # "4: ACTIVE"
+        rate = rate.partition(" (")[0]  # "200 Gb/sec (4X HDR)"
+        ports.append(InfiniBandPort(folder.parts[-3], int(folder.name), state, layer, rate))
+    return ports
 
 
 def address_towards(address: str) -> str | None:

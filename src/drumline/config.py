@@ -334,7 +334,8 @@ class RanksConfig:
     """How often ranks are started again after one dies or hangs. Default: as often as needed while the run makes
     progress; 0: never."""
     hang_timeout: float | None = None
-    """Seconds without progress after which a rank counts as hung. Default: 20 times what a step takes, at least 60."""
+    """Seconds without progress after which a rank counts as hung, ten times that while it saves or evaluates.
+    Default: 20 times what a step takes, at least 60."""
     nnodes: str = "1"
     """Hosts that train together, as 2, or as 1:4 for a run that goes on while hosts come and go. Start it on each."""
     rdzv_endpoint: str | None = None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from drumline import gpus, machine
-from drumline.cards import find_cards, gloo_address
+from drumline.cards import find_cards, find_infiniband, gloo_address
 from drumline.config import Device, Dtype, GPTConfig, TrainConfig
 from drumline.errors import DrumlineError
 from drumline.finding import Finding
@@ -34,11 +34,17 @@ _ENDING = frozenset({"GLOO_SOCKET_IFNAME", "MASTER_PORT", "OMP_NUM_THREADS"})
 def all_findings(folder: Path, environ: Mapping[str, str], *, several_hosts: bool = False) -> list[Finding]:
     """Everything there is to say of this machine, and of a folder as the place of a run."""
     limits = machine.read_limits()
-    cores, cards = machine.read_cores(), find_cards()
+    cores, cards, ports = machine.read_cores(), find_cards(), find_infiniband()
     smis, installed = gpus.read_smi(), gpus.installed_gpus()
     compiler = machine.find_compiler(environ.get("CXX"))
     threads = environ.get("OMP_NUM_THREADS", "")
-    facts = Facts(cards=cards, cores=cores, gpus=len(smis) or installed, several_hosts=several_hosts)
+    facts = Facts(
+        cards=cards,
+        cores=cores,
+        gpus=len(smis) or installed,
+        infiniband=sorted({port.card for port in ports}),
+        several_hosts=several_hosts,
+    )
     if "RANK" in environ:  # whoever started this rank listens at MASTER_PORT itself
         facts = replace(facts, port_is_free=lambda port: True)
     return [
@@ -61,6 +67,7 @@ def all_findings(folder: Path, environ: Mapping[str, str], *, several_hosts: boo
         machine.check_open_files(*machine.read_open_files()),
         machine.check_clock(time.time(), synchronised=machine.read_synchronised()),
         *machine.check_cards(cards, name=socket.gethostname(), own_address=gloo_address({}, cards)),
+        *machine.check_infiniband(ports, several_hosts=several_hosts),
         *check_variables(environ, facts),
     ]
 
@@ -109,6 +116,7 @@ def quick_findings(
         cards=find_cards(),
         cores=machine.read_cores(),
         gpus=installed,
+        infiniband=sorted({port.card for port in find_infiniband()}),
         several_hosts=several_hosts,
         compiles=compiles,
         resolves=lambda host: True,  # may take its time; who cannot find rank 0 says so

@@ -160,6 +160,7 @@ def check_gpu(
 ) -> Finding:
     """One GPU in one line: the gravest thing there is to say of it, or that all is well.
 
+    index:   as torch counts, which nvidia-smi does not
     wrong:   wrong elements of the products checked, by number format
     without: the value of CUDA_VISIBLE_DEVICES that leaves this GPU out
     """
@@ -171,11 +172,11 @@ def check_gpu(
             return Finding(check, "failed", f"{name} computes wrong results: {of}; take it out", out)
     if smi.ecc_errors:
         what = f"{name} has had {smi.ecc_errors:,} memory errors that ECC could not correct since it was last reset"
-        return Finding(check, "warning", what, f"sudo nvidia-smi --gpu-reset -i {index}")
+        return Finding(check, "warning", what, f"sudo nvidia-smi --gpu-reset -i GPU-{smi.uuid}")
     if smi.slowdown or (smi.temperature_c or 0) >= _HOT_C:
         at = "" if smi.temperature_c is None else f" at {smi.temperature_c} °C"
         what = f"{name} is slowed down by {smi.slowdown or 'heat'}{at}"
-        return Finding(check, "warning", what, f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {index}")
+        return Finding(check, "warning", what, f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i GPU-{smi.uuid}")
     if free_bytes < total_bytes // 2:
         taken = f"{(total_bytes - free_bytes) / _GIB:.0f} of {total_bytes / _GIB:.0f} GiB"
         what = f"{name}: {taken} of its memory are taken by other processes"

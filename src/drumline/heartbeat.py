@@ -137,12 +137,16 @@ class Watch:
         self._steps_s: deque[float] = deque(maxlen=101)
 
     def limit_s(self, beats: Mapping[int, Beat]) -> float:
-        """How long a rank may make no progress: as asked for, else many times what a step takes."""
+        """How long a rank may make no progress."""
+        # What steps take says nothing about how long a checkpoint takes to write, while all others wait for it.
+        patient = any(beat.phase in ("save", "evaluate") for beat in beats.values())
+        return self._step_limit_s() * (_PATIENT if patient else 1)
+
+    def _step_limit_s(self) -> float:
+        """As asked for, else many times what a step takes."""
         if self._given_s is not None:
             return self._given_s
-        limit_s = max(_LEAST_LIMIT_S, _MEDIANS * statistics.median(self._steps_s) if self._steps_s else 0.0)
-        # What steps take says nothing about how long a checkpoint takes to write, while all others wait for it.
-        return limit_s * (_PATIENT if any(beat.phase in ("save", "evaluate") for beat in beats.values()) else 1)
+        return max(_LEAST_LIMIT_S, _MEDIANS * statistics.median(self._steps_s) if self._steps_s else 0.0)
 
     def look(self, beats: Mapping[int, Beat], now_s: float) -> Hang | None:
         """The rank that holds up the others, if one does."""
@@ -150,10 +154,10 @@ class Watch:
             self._awake_s = now_s  # it was this process, or all of the machine, that stood still
         self._looked_s = now_s
         self._learn(beats, now_s)
-        limit_s = self.limit_s(beats)
+        limit_s, frozen_s = self.limit_s(beats), self._step_limit_s()  # whatever a rank does, it ticks
         for rank, beat in beats.items():
             still_s = now_s - max(beat.ticked_s, self._awake_s)
-            if still_s > max(_FROZEN_S, limit_s if beat.phase in _JUDGED else max(limit_s, _LEAST_LIMIT_S)):
+            if still_s > max(_FROZEN_S, frozen_s if beat.phase in _JUDGED else max(frozen_s, _LEAST_LIMIT_S)):
                 return Hang(rank, beat.phase, beat.step, still_s, frozen=True)
         if not beats:
             return None

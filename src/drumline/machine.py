@@ -11,6 +11,7 @@ import errno
 import os
 import platform
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
@@ -24,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from drumline.cards import Card
+from drumline.cards import Card, InfiniBandPort, is_loopback
 from drumline.finding import Finding, State
 from drumline.records import count
 
@@ -249,13 +250,13 @@ def _file_systems(folder: Path) -> tuple[str, Path | None]:
 
 def check_disk(disk: Disk, *, needed_bytes: int = 0, what_for: str = "") -> Finding:
     """needed_bytes: what a run will keep there, as `what_for` says it"""
-    where, other = disk.folder, f"--run_dir {(disk.roomier or Path.home()) / 'runs' / 'NAME'}"
+    where, other = disk.folder, f"--run_dir {_quoted((disk.roomier or Path.home()) / 'runs' / 'NAME')}"
     if disk.error is not None:
         return Finding("disk", "failed", f"{where} cannot be written ({disk.error.strerror})", _writable(disk, other))
     speed = "" if disk.bytes_per_s is None else f", writes {count(disk.bytes_per_s)}B/s"
     what = f"{where}{f' on {disk.kind}' if disk.kind else ''}: {count(disk.free_bytes)}B free{speed}"
     if disk.free_bytes < needed_bytes:
-        fix = f"drumline train {other}" if disk.roomier else f"du -sh {disk.existing}/* | sort -h"
+        fix = f"drumline train {other}" if disk.roomier else f"du -sh {_quoted(disk.existing)}/* | sort -h"
         return Finding("disk", "warning", f"{what}; {what_for} {count(needed_bytes)}B", fix)
     if disk.bytes_per_s is not None and disk.kind in ("tmpfs", "ramfs"):
         return Finding(
@@ -270,12 +271,17 @@ def check_disk(disk: Disk, *, needed_bytes: int = 0, what_for: str = "") -> Find
 
 def _writable(disk: Disk, other: str) -> str:
     path = disk.existing
-    if isinstance(disk.error, PermissionError):
-        return f"sudo chown -R $(id -un) {path}"
+    if isinstance(disk.error, PermissionError):  # the run's folder alone: what lies above it is others'
+        how = "chown" if path == disk.folder else "install -d -o"
+        return f'sudo {how} "$(id -un)" {_quoted(disk.folder)}'
     if disk.error is not None and disk.error.errno == errno.EROFS:
         mount = next(above for above in (path, *path.parents) if above.is_mount())
-        return as_root(f"mount -o remount,rw {mount}")
+        return as_root(f"mount -o remount,rw {_quoted(mount)}")
     return f"drumline train {other}"
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
 
 
 def check_open_files(soft: int, hard: int) -> Finding:
@@ -297,7 +303,9 @@ def read_open_files() -> tuple[int, int]:
 def check_clock(now_s: float, *, synchronised: bool | None) -> Finding:
     """synchronised: by a time server; None: not known"""
     shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
-    fix = as_root("timedatectl set-ntp true") if Path("/run/systemd/system").exists() else _install("chrony && chronyd")
+    fix = f"{_install('chrony')} && {as_root('chronyd')}"
+    if Path("/run/systemd/system").exists():
+        fix = as_root("timedatectl set-ntp true")
     if now_s < _RELEASED_S:
         return Finding("clock", "failed", f"{shown} is long past: files and certificates look as if of the future", fix)
     if synchronised is False:
@@ -345,10 +353,27 @@ def check_cards(cards: Sequence[Card], *, name: str, own_address: str | None) ->
             found.append(Finding("network", "ok", what))
     if not found:
         return [Finding("network", "ok", "no card with an address: this machine trains alone")]
-    if own_address is not None and own_address.startswith("127."):
+    if own_address is not None and is_loopback(own_address):
         first = next(card.name for card in cards if not card.is_loopback and card.addresses and card.is_up)
         what = (
             f"{name} stands for {own_address} here; should it train with other hosts: export GLOO_SOCKET_IFNAME={first}"
         )
         found.append(Finding("host name", "ok", what))
     return found
+
+
+def check_infiniband(ports: Sequence[InfiniBandPort], *, several_hosts: bool) -> list[Finding]:
+    """All ports in one line; nothing where there are none."""
+    if not ports:
+        return []
+    alike: dict[str, list[str]] = {}
+    for port in ports:
+        name = port.card if port.number == 1 else f"{port.card}:{port.number}"
+        kind = "RoCE" if port.layer == "Ethernet" else port.layer
+        state = f"active, {port.rate}" if port.is_active else port.state
+        alike.setdefault(f"{kind} {state}", []).append(name)
+    what = "; ".join(f"{', '.join(names)}: {state}" for state, names in alike.items())
+    if several_hosts and not any(port.is_active for port in ports):
+        what += ": NCCL goes over TCP, many times slower between hosts"
+        return [Finding("InfiniBand", "warning", what, "rdma link")]
+    return [Finding("InfiniBand", "ok", what)]

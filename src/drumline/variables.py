@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from drumline.cards import Card, free_port, is_free
+from drumline.cards import Card, free_port, is_free, is_loopback
 from drumline.finding import Finding, State
 
 Verdict = tuple[State, str, str]
@@ -89,7 +89,6 @@ _FAMILIES = {
 
 _HURTING: dict[str, dict[str, str]] = {
     "CUDA_LAUNCH_BLOCKING": {"1": "every kernel is waited for, steps take far longer; it is for finding bugs"},
-    "NCCL_IB_DISABLE": {"1": "NCCL leaves InfiniBand alone and goes over TCP, many times slower between hosts"},
     "NCCL_P2P_DISABLE": {"1": "GPUs copy through the host's memory, several times slower"},
     "NCCL_SHM_DISABLE": {"1": "ranks of one host talk over the network card, several times slower"},
     "TORCH_DISTRIBUTED_DEBUG": {"DETAIL": "every sum is compared between ranks first, which is slow; it is for bugs"},
@@ -117,6 +116,8 @@ class Facts:
     cores: int
     gpus: int | None
     """In the machine, whoever may use them; None: not known."""
+    infiniband: Sequence[str] = ()
+    """The names of the cards for InfiniBand and RoCE."""
     several_hosts: bool = False
     compiles: bool = True
     """Whether a run is to compile, or may."""
@@ -225,7 +226,7 @@ def _address_rule(value: str, facts: Facts) -> Verdict:
     if not facts.resolves(value):
         fix = "export MASTER_ADDR=ADDRESS_OF_RANK_0" if facts.several_hosts else "unset MASTER_ADDR"
         return "failed", "this name has no address", fix
-    if facts.several_hosts and (value == "localhost" or value.startswith("127.")):
+    if facts.several_hosts and is_loopback(value):
         return "warning", "each host would wait for itself", "export MASTER_ADDR=ADDRESS_OF_RANK_0"
     return _FINE
 
@@ -244,6 +245,25 @@ def _debug_rule(value: str, facts: Facts) -> Verdict:
     return _FINE
 
 
+def _no_infiniband_rule(value: str, facts: Facts) -> Verdict:
+    if value == "1" and facts.infiniband:
+        why = f"NCCL leaves {', '.join(facts.infiniband)} alone and goes over TCP, many times slower between hosts"
+        return "warning", why, "unset NCCL_IB_DISABLE"
+    return _FINE
+
+
+def _infiniband_rule(value: str, facts: Facts) -> Verdict:
+    if not value or value.startswith("^"):  # all but these
+        return _FINE
+    wanted = tuple(entry.split(":")[0] for entry in value.lstrip("=").split(",") if entry)
+    exact = value.startswith("=")
+    if any(card in wanted or (not exact and card.startswith(wanted)) for card in facts.infiniband):
+        return _FINE
+    there = f"has no such InfiniBand card (it has {', '.join(facts.infiniband)})"
+    why = f"this machine {there if facts.infiniband else 'has no InfiniBand'}: NCCL goes over TCP"
+    return "warning", why, "unset NCCL_IB_HCA"
+
+
 _RULES: dict[str, Callable[[str, Facts], Verdict]] = {
     "CUDA_VISIBLE_DEVICES": _visible_rule,
     "GLOO_SOCKET_IFNAME": _cards_rule("GLOO_SOCKET_IFNAME"),
@@ -251,6 +271,8 @@ _RULES: dict[str, Callable[[str, Facts], Verdict]] = {
     "MASTER_PORT": _port_rule,
     "MKL_NUM_THREADS": _threads_rule("MKL_NUM_THREADS"),
     "NCCL_DEBUG": _debug_rule,
+    "NCCL_IB_DISABLE": _no_infiniband_rule,
+    "NCCL_IB_HCA": _infiniband_rule,
     "NCCL_SOCKET_IFNAME": _cards_rule("NCCL_SOCKET_IFNAME"),
     "OMP_NUM_THREADS": _threads_rule("OMP_NUM_THREADS"),
 }
