@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-LIMIT_S = 120
+LIMIT_S, UP_S = 120.0, 60.0
+"""How long anything may take, and a cluster until it is there: it is tried twice."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "squeue", "scancel", "scontrol")
 CONFIG = """
 ClusterName=drumline
@@ -37,9 +38,12 @@ ReturnToService=2
 MpiDefault=none
 KillWait=5
 GresTypes=gpu
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 Gres=gpu:2
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 Gres=gpu:2
-PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=FORCE:4
+PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=FORCE:4 PriorityTier=1 GraceTime=120
+PartitionName=urgent Nodes=ALL State=UP PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -58,7 +62,25 @@ def two_nodes(folder: Path) -> Iterator[dict[str, str]]:
     """The environment in which `srun` finds a cluster of two nodes; skips the test where there can be none."""
     if os.geteuid() != 0 or any(shutil.which(program) is None for program in PROGRAMS):
         pytest.skip("a SLURM of our own needs root and the Debian packages slurm-wlm and munge")
-    (folder / "state").mkdir()
+    with contextlib.ExitStack() as daemons:
+        try:
+            environ = daemons.enter_context(_started(folder / "first"))
+        except DidNotComeUpError:  # another program may have taken one of the ports since they were chosen
+            environ = daemons.enter_context(_started(folder / "second"))
+        try:
+            yield environ
+        finally:
+            _cancel_all(environ)  # a job outlives the daemons
+
+
+class DidNotComeUpError(Exception):
+    """What the daemons wrote, instead of a cluster."""
+
+
+@contextlib.contextmanager
+def _started(folder: Path) -> Iterator[dict[str, str]]:
+    """A controller and two nodes that are ready, with all their files in a folder."""
+    (folder / "state").mkdir(parents=True)
     (folder / "key").write_bytes(os.urandom(64))
     (folder / "key").chmod(0o400)
     config = folder / "slurm.conf"
@@ -71,24 +93,44 @@ def two_nodes(folder: Path) -> Iterator[dict[str, str]]:
         *(["slurmd", "-D", "-N", n] for n in ("n1", "n2")),
     ]
     environ = {**os.environ, "SLURM_CONF": str(config)}
-    started = []
+    started: list[subprocess.Popen[bytes]] = []
+
+    def comes(ready: Callable[[], bool]) -> None:
+        wait_until(lambda: ready() or any(each.poll() is not None for each in started), limit_s=UP_S)
+        if not ready():
+            raise DidNotComeUpError(_tails(folder))
+
     try:
-        for command in commands:
-            quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            started.append(subprocess.Popen(command, env=environ, **quiet))  # type: ignore[call-overload]
+        for number, command in enumerate(commands):
+            with (folder / f"{number}-{command[0]}.log").open("wb") as said:
+                started.append(
+                    subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+                )
             if command[0] == "munged":
-                wait_until((folder / "munge.socket").exists)
-        if not wait_until(lambda: _idle(environ) == 2):
-            pytest.skip("slurmctld and slurmd do not come up on this machine")
-        try:
-            yield environ
-        finally:
-            _cancel_all(environ)  # a job outlives the daemons
+                comes((folder / "munge.socket").exists)
+        comes(lambda: _idle(environ) == 2)
+        yield environ
     finally:
         for process in reversed(started):
             process.terminate()
         for process in started:
-            process.wait(20)
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _tails(folder: Path) -> str:
+    """The last lines of all logs."""
+    return "\n".join(
+        f"== {path.name}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-20:])
+        for path in sorted(folder.glob("*.log"))
+    )
 
 
 _MUNGE = {
@@ -113,12 +155,13 @@ def _cancel_all(environ: dict[str, str]) -> None:
 
 def _idle(environ: dict[str, str]) -> int:
     asked = ["sinfo", "--noheader", "--Node", "--states=idle", "--format=%N"]
-    return len(subprocess.run(asked, env=environ, capture_output=True, text=True, check=False).stdout.split())
+    said = subprocess.run(asked, env=environ, capture_output=True, text=True, check=False).stdout
+    return len(set(said.split()))  # once for each partition
 
 
-def wait_until(ready: Callable[[], bool]) -> bool:
+def wait_until(ready: Callable[[], bool], *, limit_s: float = LIMIT_S) -> bool:
     """Whether it came true in time."""
-    limit = time.monotonic() + LIMIT_S
+    limit = time.monotonic() + limit_s
     while not ready():
         if time.monotonic() > limit:
             return False

@@ -21,7 +21,7 @@ loop
 trainer sample runs pretrain dry_run inference checkpoint_commands terminal
 ceilings workload bench_memory bench bench_report
 machine gpus variables doctor
-forked preload probe leader hosts_report hosts_judge hosts_meet hosts_look links hosts_check
+forked preload probe leader hosts_report hosts_alike hosts_judge hosts_meet hosts_look links hosts_check
 meeting supervisor launch drill_run drill_faults drill
 job_command launch_slurm launch_k8s
 hosts_file far_end ssh_plan ssh_sessions ssh_checks launch_ssh

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from drumline import gpus, machine
+from drumline.cards import free_port
 from drumline.cli import run_command
 from drumline.cluster import Place
 from drumline.config import ModelSettings, RanksConfig, RunConfig, TrainConfig
@@ -103,8 +104,59 @@ def test_hosts_that_are_asked_for_or_that_a_launcher_started_check_each_other(
     assert run_command(["doctor"]) == EXIT_USER
     assert [(each.address, each.hosts, each.number) for each in asked] == [("b", 2, None), ("a", 2, 1)]
     assert "not all is well: a tells" in capsys.readouterr().out
-    assert run_command(["doctor", "--nnodes", "2"]) == EXIT_USER
-    assert "  fix: --rdzv_endpoint HOST:29400" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem", "fix"),
+    [
+        ("--nnodes 0", "nnodes is 0", "give --nnodes a value of 1 or more"),
+        ("--patience -1", "patience is -1", "give --patience a value of 0 or more, in seconds"),
+        ("--hosts a,b --patience nan", "patience is nan", "give --patience a value of 0 or more, in seconds"),
+        ("--nnodes 2", "2 hosts need a place to meet", "drumline doctor --nnodes 2 --rdzv_endpoint HOST:29400"),
+        ("--rdzv_endpoint b:1", "not how many hosts", "drumline doctor --nnodes 2 --rdzv_endpoint b:1"),
+        ("--names a,b,c", "not how many hosts", "drumline doctor --nnodes 3 --rdzv_endpoint HOST:29400"),
+        (
+            "--names a,b,c --nnodes 2 --rdzv_endpoint b:1",
+            "--names has 3 of 2 hosts",
+            "drumline doctor --nnodes 3 --rdzv_endpoint b:1 --names a,b,c",
+        ),
+        ("--hosts a,b --nnodes 2", "--hosts has 2 of them already", "drumline doctor --hosts a,b"),
+        ("--hosts a,b --names a,b", "--hosts has 2 of them already", "drumline doctor --hosts a,b"),
+        (
+            "--hosts a,b --json",
+            "--json is for one host",
+            "on each: drumline doctor --nnodes 2 --rdzv_endpoint a:29400 --json",
+        ),
+        ("--hosts a --json", "--json is for one host", "on each: drumline doctor --json"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_in_two_lines(flags: str, problem: str, fix: str, capsys: Captured) -> None:
+    assert run_command(["doctor", *flags.split()]) == EXIT_USER
+    told = capsys.readouterr()
+    first, second = told.err.splitlines()
+    assert problem in first and second == f"  fix: {fix}" and told.out == ""
+
+
+def test_over_ssh_the_hosts_are_told_where_to_meet_and_what_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def over_ssh(*words: str, **how: Any) -> int:
+        asked.append((words, how))
+        return 0
+
+    monkeypatch.setattr("drumline.cli_launch.over_ssh", over_ssh)
+    assert run_command("doctor --hosts a,b --rdzv_endpoint b:1 --quick --data x --patience 5".split()) == 0
+    words = ("doctor", "--run_dir", "runs", "--patience", "5.0", "--data", "x", "--quick")
+    assert asked == [(words, {"hosts": "a,b", "rdzv_endpoint": "b:1"})]
+
+
+def test_a_host_that_is_missing_is_named_where_names_are_given(tmp_path: Path, capsys: Captured) -> None:
+    own = socket.gethostname()
+    flags = ["--rdzv_endpoint", f"{own}:{free_port()}", "--names", f"root@{own},gone.invalid", "--patience", "0.2"]
+    command = ["doctor", "--quick", "--json", "--run_dir", str(tmp_path), "--nnodes", "2", *flags]
+    assert run_command(command) == EXIT_USER
+    (found,) = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["check"] == "meeting"]
+    assert found["host"] == "gone.invalid" and found["what"].endswith(f": {own}; missing: gone.invalid")
 
 
 def test_one_process_of_each_host_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from drumline.agreement import versions
 from drumline.finding import Finding
 from drumline.hosts_check import HostsReport, check_hosts
 from drumline.hosts_meet import gathering_at
+from drumline.hosts_report import data_hashes
 
 LIMIT_S = 120.0
 BRIEF_S = 2.0
@@ -40,16 +41,31 @@ def run_check(
     torch_version: str = "",
     data: Sequence[Path] = (),
     dies_with: str = "",
+    says_to: Path | None = None,
+    hashes_after: Path | None = None,
 ) -> HostsReport:
-    """The check on one host, with what may be wrong with this host itself: it dies with a call of MODULE.NAME."""
+    """The check on one host, with what may be wrong with this host itself: it dies with a call of MODULE.NAME.
+
+    says_to: a file that is made as soon as this host says that it waits for hashes
+    hashes_after: a file without which this host does not finish to hash its data
+    """
     if torch_version:
         real = versions()
         _patch("hosts_report.versions", lambda: {**real, "torch": torch_version})
     if dies_with:
         _patch(dies_with, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    if says_to:
+        _patch("hosts_check._SAY_S", 0.1)
+    if hashes_after:
+        _patch("hosts_check.data_hashes", functools.partial(_hash_late, hashes_after))
+
+    def say(text: str) -> None:
+        if says_to and text.endswith(": hashing data"):
+            says_to.write_text(text)
+
     return check_hosts(
         gathering_at(endpoint, hosts=hosts, names=names),
-        say=print,
+        say=say,
         patience_s=patience_s,
         collectives=collectives,
         data=data,
@@ -57,7 +73,14 @@ def run_check(
     )
 
 
-def _patch(name: str, replacement: Callable[..., Any]) -> None:
+def _hash_late(waits_for: Path, path: Path) -> dict[str, str]:
+    until = time.monotonic() + LIMIT_S / 2
+    while not waits_for.exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    return data_hashes(path)
+
+
+def _patch(name: str, replacement: Any) -> None:
     """In a process that ends with the test."""
     module, _, name = name.partition(".")
     setattr(importlib.import_module(f"drumline.{module}"), name, replacement)
@@ -140,7 +163,7 @@ def test_a_name_that_does_not_resolve_is_named(hosts: Hosts) -> None:
     (report,) = reports([call(hosts[1], endpoint="host-x:29500", patience_s=BRIEF_S)])
     found = the(report, "name")
     assert found.host == "host-b" and "the name host-x" in found.what and "does not resolve on host-b" in found.what
-    assert "/etc/hosts" in found.fix
+    assert found.fix == "echo 'ADDRESS host-x' >> /etc/hosts"
 
 
 def test_ports_closed_in_one_direction_are_laid_to_the_host_that_lets_nobody_in(hosts: Hosts) -> None:
@@ -214,6 +237,16 @@ def test_versions_a_clock_and_data_that_differ_are_laid_to_their_host(hosts: Hos
     assert "the clock of host-b is 7.0 s ahead of host-a" in clock.what and clock.fix == "timedatectl set-ntp true"
     assert "tokenizer.json of host-b is sha256" in data.what
     assert data.fix == f"rsync -a host-a:{tmp_path / 'a' / 'tokenizer.json'} {tmp_path / 'b'}/"
+
+
+def test_a_host_that_hashes_for_long_is_waited_for_and_not_missed(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("one")
+    data, said = [tmp_path / "tokens"], tmp_path / "said"
+    first, second = reports([call(hosts[0], data=data, says_to=said), call(hosts[1], data=data, hashes_after=said)])
+    assert said.read_text() == "waiting for host-b: hashing data"
+    assert not [finding for finding in first.findings if finding.state == "failed"]
+    assert "on all hosts 1 file is alike" in [finding.what for finding in first.findings]
+    assert second.findings == first.findings
 
 
 def test_a_host_that_dies_in_the_middle_of_the_collectives_is_named(hosts: Hosts) -> None:

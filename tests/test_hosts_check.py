@@ -11,16 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from drumline.cards import Card
 from drumline.errors import ConfigError
 from drumline.finding import Finding, worst
+from drumline.hosts_alike import compare_data
 from drumline.hosts_check import check_hosts
 from drumline.hosts_judge import judge
 from drumline.hosts_look import peers
-from drumline.hosts_meet import Gathering, find_gathering, gathering_at, is_here
-from drumline.hosts_report import HostFacts, Sight, data_hashes, nccl_address
+from drumline.hosts_meet import Gathering, Messenger, find_gathering, gathering_at
+from drumline.hosts_report import BY_MANIFEST, BY_NAME, HostFacts, Sight, data_hashes, nccl_address, own_facts
+from drumline.leader import is_here
 from drumline.links import Links, PairRow, SizeRow, judge_links, merged, rounds
+from drumline.token_manifest import FileRecord, Manifest, SplitRecord, split_files
 
 VERSIONS = {"drumline": "0.1.0", "python": "3.11.2", "torch": "2.13.0+cpu", "cuda": "None", "nccl": "none"}
 MANY = pytest.mark.parametrize("count", [2, 3, 5])
@@ -135,7 +139,7 @@ def test_an_address_that_others_do_not_reach_while_another_answers_is_a_wrong_in
 
 
 @MANY
-@pytest.mark.parametrize("announced", ["127.0.1.1", None])
+@pytest.mark.parametrize("announced", ["127.0.1.1", "::1", None])
 def test_a_host_that_announces_itself_to_itself_is_told_which_card_to_name(count: int, announced: str | None) -> None:
     hosts, sights = healthy(count)
     hosts[1] = replace(hosts[1], gloo=announced)
@@ -144,6 +148,9 @@ def test_a_host_that_announces_itself_to_itself_is_told_which_card_to_name(count
     (found,) = bad(hosts, sights)
     assert (found.check, found.host) == ("interface", "host-1")
     assert found.fix == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+    # Nothing is said of a firewall where the address alone is wrong.
+    unseen = {pair: replace(sight, other="") if sight.why else sight for pair, sight in sights.items()}
+    assert [each.check for each in bad(hosts, unseen)] == ["interface"]
 
 
 def test_an_interface_that_is_wrong_for_nccl_alone_is_mended_for_nccl_alone() -> None:
@@ -222,22 +229,71 @@ def test_the_host_with_other_versions_is_named_with_what_to_install(count: int) 
     assert {python.host, torch.host} == {"host-1"}
     assert (python.what, python.fix) == (
         "host-1 has python 3.12.1, the others 3.11.2",
-        "uv venv --clear --python 3.11.2",
+        "uv venv --clear --python 3.11.2 && uv pip install -c constraints.txt -e .",
     )
     assert torch.what == "host-1 has torch 2.12.0+cu126, the others 2.13.0+cpu"
     assert torch.fix == "pip install torch==2.13.0+cpu"
 
 
+def test_the_host_with_another_drumline_is_told_how_to_update_its_checkout() -> None:
+    hosts, sights = healthy(3)
+    hosts[2] = replace(hosts[2], versions={**VERSIONS, "drumline": "0.0.9"})
+    (found,) = bad(hosts, sights)
+    assert (found.host, found.fix) == ("host-2", "git pull && pip install -c constraints.txt -e .")
+
+
+def with_nccl(values: Sequence[str]) -> list[Finding]:
+    hosts, sights = healthy(len(values))
+    made = {**VERSIONS, "torch": "2.13.0+cu126", "cuda": "12.6"}
+    hosts = [replace(each, versions={**made, "nccl": value}) for each, value in zip(hosts, values, strict=True)]
+    return bad(hosts, sights)
+
+
+def test_a_host_whose_gpu_torch_cannot_use_is_told_so_and_not_to_install_torch() -> None:
+    (found,) = with_nccl(["2.27.3", "none", "2.27.3"])
+    assert (found.check, found.state, found.host, found.fix) == ("CUDA", "failed", "host-1", "drumline doctor")
+    assert found.what == "host-1 has no usable GPU, the others have"
+    assert [each.what for each in with_nccl(["none", "none", "2.27.3"])] == [
+        "host-0 has no usable GPU, host-2 has",
+        "host-1 has no usable GPU, host-2 has",
+    ]
+    (other,) = with_nccl(["2.27.3", "2.27.3", "2.26.2"])
+    assert (other.check, other.host, other.fix) == ("versions", "host-2", "pip install torch==2.13.0+cu126")
+
+
 @MANY
 def test_the_host_with_other_data_is_named_with_the_line_that_copies_it(count: int) -> None:
-    hosts, sights = healthy(count)
-    paths = {"tokens": "/data/tokens"}
-    hosts = [replace(each, data={"tokens/train.bin": "a" * 64}, data_paths=paths) for each in hosts]
-    hosts[1] = replace(hosts[1], data={"tokens/train.bin": "b" * 64}, data_paths={"tokens": "/mnt/tokens"})
-    (found,) = bad(hosts, sights)
+    hosts = [host(number, data_paths={"tokens": "/data/tokens"}) for number in range(count)]
+    hosts[1] = replace(hosts[1], data_paths={"tokens": "/mnt/tokens"})
+    told = {number: {"tokens/train.bin": "a" * 64} for number in range(count)}
+    (found,) = compare_data(hosts, {**told, 1: {"tokens/train.bin": "b" * 64}})
     assert (found.check, found.host) == ("data", "host-1")
     assert found.what == "tokens/train.bin of host-1 is sha256 bbbbbbbbbbbb, of host-0 sha256 aaaaaaaaaaaa"
     assert found.fix == "rsync -a host-0:/data/tokens /mnt/"
+    (found,) = compare_data(hosts, {**told, 1: {"tokens/train.bin": "7 bytes where its manifest says 9"}})
+    assert found.what.startswith("tokens/train.bin of host-1 is 7 bytes where its manifest says 9, of host-0 sha256 aa")
+
+
+def test_data_that_is_alike_is_told_with_how_it_was_compared() -> None:
+    hosts = [host(number, data_paths={"text": "/data/text"}) for number in range(2)]
+
+    def told(**data: str) -> Finding:
+        (found,) = compare_data(hosts, dict.fromkeys(range(2), data))
+        return found
+
+    assert told(a="a" * 64) == Finding("data", "ok", "on all hosts 1 file is alike")
+    listed, tokens = "b" * 64 + BY_NAME, "c" * 64 + BY_MANIFEST
+    assert told(text=listed).what == "on all hosts 1 folder is alike by name and size"
+    both = "on all hosts 1 file is alike, 2 files are alike by manifest and size"
+    assert told(a="a" * 64, b=tokens, c=tokens).what == both
+    nowhere = told(text="missing")
+    assert (nowhere.state, nowhere.what, nowhere.fix) == ("failed", "text is missing on every host", "ls -l /data/text")
+
+
+def test_hosts_that_told_nothing_of_their_data_are_not_said_to_lack_it() -> None:
+    hosts = [host(number) for number in range(3)]
+    (found,) = compare_data(hosts, {0: {"a": "a" * 64}, 1: {"a": "a" * 64}})
+    assert found.state == "ok"
 
 
 @MANY
@@ -322,7 +378,7 @@ def test_what_each_host_measured_becomes_one_table_that_goes_through_the_store()
 
 
 def test_facts_and_sights_go_through_the_store_whole() -> None:
-    facts = host(1, ports={"10.0.0.2": [1, 2]}, token="x", data={"a": "b"})
+    facts = host(1, ports={"10.0.0.2": [1, 2]}, token="x", data_paths={"a": "/b"}, hashed_bytes=7)
     assert HostFacts.from_dict(facts.as_dict()) == facts
     sight = Sight(1, 0, rtt_s=0.5, why="refused")
     assert Sight(**sight.as_dict()) == sight
@@ -383,8 +439,21 @@ def test_the_host_that_has_the_endpoints_address_keeps_the_store() -> None:
     assert here.keeps and here.leads and here.where == "127.0.0.1:29777"
     assert not gathering_at("192.0.2.1", hosts=2).keeps
     assert is_here(socket.gethostname())
-    with pytest.raises(ConfigError, match="not HOST:PORT"):
-        gathering_at("host-a:x", hosts=2)
+    for endpoint in ("host-a:x", "host-a:99999", ":29400"):
+        with pytest.raises(ConfigError, match="not HOST:PORT") as refused:
+            gathering_at(endpoint, hosts=2)
+        name = endpoint.partition(":")[0] or "HOST"
+        assert refused.value.fix == f"drumline doctor --nnodes 2 --rdzv_endpoint {name}:29400"
+
+
+def test_what_to_type_to_check_again_is_a_whole_command_however_the_hosts_were_started() -> None:
+    by_hand = gathering_at("192.0.2.1:29400", hosts=2, names=("a", "b"))
+    assert by_hand.again == "on every host: drumline doctor --nnodes 2 --rdzv_endpoint 192.0.2.1:29400 --names a,b"
+    torchrun, srun = find_gathering(TORCHRUN), find_gathering(SRUN)
+    assert torchrun is not None and srun is not None
+    meeting = "--master_addr=host-a --master_port=29500"
+    assert torchrun.again == f"on every host: torchrun --nnodes=2 --node_rank=NUMBER {meeting} -m drumline doctor"
+    assert srun.again == "srun drumline doctor"
 
 
 def test_ranks_that_are_not_the_first_of_their_host_do_nothing() -> None:
@@ -400,7 +469,7 @@ def test_a_port_that_is_in_use_is_named_with_the_program() -> None:
     (found,) = report.findings
     assert (found.check, found.state, report.tells) == (f"port {port}", "failed", True)
     assert f"port {port} of {socket.gethostname()}" in found.what and "is in use" in found.what
-    assert found.fix == f"on every host: --rdzv_endpoint 127.0.0.1:{port + 1}"
+    assert found.fix == f"on every host: drumline doctor --nnodes 2 --rdzv_endpoint 127.0.0.1:{port + 1}"
 
 
 def test_a_meeting_place_that_is_every_host_itself_is_told_with_an_address_for_all() -> None:
@@ -424,6 +493,19 @@ def test_a_host_that_never_comes_is_named_by_its_number_or_by_slurms_name() -> N
         assert f"1 of 2 hosts came to {own}:{port}" in found.what and f"missing: {shown}" in found.what
 
 
+def test_hosts_that_are_too_many_or_too_late_are_told_the_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setattr("drumline.hosts_check.meet", lambda *_, **__: store)
+    again = "on every host: drumline doctor --nnodes {} --rdzv_endpoint 192.0.2.1:29400"
+    Messenger(store, "").post("roster", {"came": [0], "attendance": Finding("meeting", "failed", "").as_dict()})
+    for what, fix in (
+        ("came after the others had stopped waiting", f"{again.format(2)} --patience 60"),
+        ("came as host 3 of 2", again.format(3)),
+    ):
+        (found,) = check_hosts(gathering_at("192.0.2.1", hosts=2), say=print).findings
+        assert what in found.what and (found.host, found.fix) == (socket.gethostname(), fix)
+
+
 def test_nccl_takes_the_card_that_its_variable_allows() -> None:
     cards = [Card(name, (f"10.0.{i}.1",), 1500, True) for i, name in enumerate(["docker0", "eth0", "eth10", "ib0"])]
     wanted = {"": "10.0.3.1", "eth1": "10.0.2.1", "=eth0": "10.0.1.1", "^ib,docker": "10.0.1.1", "wlan": None}
@@ -431,14 +513,42 @@ def test_nccl_takes_the_card_that_its_variable_allows() -> None:
         assert nccl_address({"NCCL_SOCKET_IFNAME": value}, cards) == expected, value
 
 
-def test_data_is_compared_by_content_where_that_is_cheap_and_by_names_and_sizes_elsewhere(tmp_path: Path) -> None:
+def test_a_file_is_compared_by_content_and_a_folder_by_names_and_sizes(tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("a")
     (tmp_path / "tokenizer.json").write_text("{}")
     folder, file = data_hashes(tmp_path / "text"), data_hashes(tmp_path / "tokenizer.json")
     assert list(folder) == ["text"] and list(file) == ["tokenizer.json"]
+    assert folder["text"].endswith(" by name and size") and len(file["tokenizer.json"]) == 64
     (tmp_path / "text" / "b.txt").write_text("b")
     assert data_hashes(tmp_path / "text") != folder
     assert data_hashes(tmp_path / "nothing") == {"nothing": "missing"}
     os.rename(tmp_path / "tokenizer.json", tmp_path / "other.json")
     assert list(data_hashes(tmp_path / "other.json").values()) == list(file.values())
+
+
+def test_of_a_prepared_folder_the_tokenizer_is_read_and_tokens_of_another_size_are_told(tmp_path: Path) -> None:
+    names = ["tokenizer.json", *(name for split in ("train", "valid") for name in split_files(split))]
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    Manifest(
+        drumline_version="0",
+        source="",
+        source_key="",
+        key="",
+        vocab_size=256,
+        end_of_text=0,
+        splits={split: SplitRecord(1, 1, 1) for split in ("train", "valid")},
+        files={name: FileRecord(2, "a" * 64) for name in names},
+    ).write(tmp_path)
+    whole = data_hashes(tmp_path)
+    key = f"{tmp_path.name}/train.bin"
+    assert whole[key] == "a" * 64 + " by manifest and size"
+    (tmp_path / "train.bin").write_text("{}{")
+    (tmp_path / "valid.bin").unlink()
+    (tmp_path / "tokenizer.json").write_text("[]")
+    changed = data_hashes(tmp_path)
+    assert changed[key] == "3 bytes where its manifest says 2" and changed[f"{tmp_path.name}/valid.bin"] == "missing"
+    read = f"{tmp_path.name}/tokenizer.json"
+    assert len(changed[read]) == 64 and changed[read] != whole[read]
+    assert own_facts(0, {}, data=[tmp_path, tmp_path / "train.bin"]).hashed_bytes == 2 + 3

@@ -1,5 +1,6 @@
 """`drumline launch k8s`: YAML that Kubernetes and Kubeflow take as it stands, checked against their own schemas."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def everything(**more: Any) -> K8sJob:
     return job(namespace="ml", env=("NCCL_DEBUG=INFO",), env_from_secret=("WANDB_API_KEY=wandb:key",), **more)
 
 
-def pod_of(document: dict[str, Any]) -> dict[str, Any]:
+def pod_of(document: Mapping[str, Any]) -> dict[str, Any]:
     pod: dict[str, Any] = document["spec"]["template"]["spec"]
     return pod
 
@@ -86,6 +87,19 @@ def test_each_pod_runs_the_supervisor_of_its_host_and_they_meet_at_the_first() -
     assert document["spec"]["completionMode"] == "Indexed"
     assert document["spec"]["completions"] == document["spec"]["parallelism"] == 2
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "meet_at"), [("job", "drumline-doctor-0.drumline-doctor:29400"), ("trainjob", "$(PET_MASTER_ADDR):$(PET")]
+)
+def test_pods_to_be_checked_meet_too(kind: str, meet_at: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(*TWO_BY_EIGHT, "--kind", kind, "--", "doctor", "--quick") == 0
+    *_, document = yaml.safe_load_all(capsys.readouterr().out)
+    told = document["spec"]["trainer"] if kind == "trainjob" else pod_of(document)["containers"][0]
+    assert told["command"][:4] == ["drumline", "doctor", "--nnodes", "2"] and told["command"][-1] == "--quick"
+    assert told["command"][5].startswith(meet_at)
+    assert launch("--nodes", "1", *TWO_BY_EIGHT[2:], "--", "doctor") == 0
+    assert "--nnodes" not in capsys.readouterr().out
 
 
 def test_in_a_train_job_they_meet_where_its_runtime_says() -> None:

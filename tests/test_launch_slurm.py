@@ -75,13 +75,21 @@ def test_one_task_per_node_starts_the_ranks_of_its_host() -> None:
     told = ["-m", "drumline", "train", "--nproc", "8", "--nnodes", "2", *TRAIN[1:]]
     assert words[words.index(sys.executable) + 1 :] == told
     assert "--nnodes" not in job(nodes=1).argv()
-    assert job("doctor", nodes=3).argv()[-1] == "doctor"
+
+
+def test_hosts_to_be_checked_find_each_other_by_the_variables_of_srun(capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch(*TWO_BY_EIGHT, "--dry_run", "--", "doctor", "--quick") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("srun ")]
+    assert shlex.split(line)[3:] == [sys.executable, "-m", "drumline", "doctor", "--quick"]
 
 
 def test_hosts_without_gpus_get_one_rank_or_as_many_as_were_asked_for() -> None:
     assert "--gpus-per-node" not in job(gpus_per_node=0).text()
     assert "--nproc 1 --nnodes 2" in job(gpus_per_node=0).text()
-    assert job(*TRAIN, "--nproc", "4", gpus_per_node=0).argv().count("--nproc") == 1
+    four = job(*TRAIN, "--nproc", "4", gpus_per_node=0)
+    assert four.argv().count("--nproc") == 1
+    for made, ranks in ((four, 4), (job(gpus_per_node=0), 1), (job(), 8)):
+        assert f":-$((SLURM_CPUS_ON_NODE / {ranks} > 0 ? " in made.text()
 
 
 def test_a_bench_of_several_hosts_has_its_ranks_from_srun_and_is_not_started_again() -> None:
@@ -263,10 +271,10 @@ def submitted(said: str) -> str:
     return found[1]
 
 
-def test_a_job_that_is_warned_saves_is_queued_again_and_ends_with_the_weights_of_an_undisturbed_run(
+def test_a_job_that_is_preempted_saves_is_queued_again_and_ends_with_the_weights_of_an_undisturbed_run(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    steps = 40
+    steps = 100
     model = ("--model", "slow_model:Slow", "--bitwise", "--total_steps", str(steps), "--save_every", "1000")
     flags = small("--batch_size", "2", "--global_batch_size", "8", *model)
     cluster = ("--nodes", "2", "--gpus_per_node", "1", "--time", "10")
@@ -281,16 +289,20 @@ def test_a_job_that_is_warned_saves_is_queued_again_and_ends_with_the_weights_of
         return output.read_text() if output.exists() else f"nothing; {shown(number)}"
 
     assert wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 2), said()
-    # What SLURM itself does when the time is nearly up: to all processes of all steps, not to the script.
-    subprocess.run(["scancel", "--signal=USR1", number], check=True)
+    assert wait_until(lambda: shown(mistaken)["JobState"] == "FAILED"), shown(mistaken)
+    assert shown(mistaken)["ExitCode"] == "1:0" and shown(mistaken)["Restarts"] == "0"
+    assert "nowhere" in (here / f"runs/bad-{mistaken}.out").read_text()
+    # A job that goes first wants all GPUs of both nodes: SLURM itself asks the run to make room.
+    urgent = ["sbatch", "--partition=urgent", "--nodes=2", "--gpus-per-node=2", "--output=/dev/null", "--wrap=true"]
+    subprocess.run(urgent, check=True)
     assert wait_until(lambda: (shown(number)["Restarts"], shown(number)["JobState"]) == ("1", "PENDING")), said()
     stopped = RunFolder(here / "runs/big").read_status()
     assert stopped["state"] == "stopped" and 0 < stopped["step"] < steps, said()
     assert "queued again" in said()
 
     (here / "slow").unlink()
-    # SLURM lets a job that was queued again wait for two minutes.
-    subprocess.run(["scontrol", "update", f"jobid={number}", "StartTime=now"], check=True)
+    # SLURM lets a job that was queued again wait for two minutes. Within the second it ended in it must not start.
+    subprocess.run(["scontrol", "update", f"jobid={number}", "StartTime=now+3"], check=True)
     assert wait_until(lambda: shown(number)["JobState"] == "COMPLETED"), said()
     assert f"(step {stopped['step']})" in said() and shown(number)["ExitCode"] == "0:0"
     finished = RunFolder(here / "runs/big").read_status()
@@ -300,7 +312,3 @@ def test_a_job_that_is_warned_saves_is_queued_again_and_ends_with_the_weights_of
     (outcome,) = train_ranks(1, *flags, "--train_data_path", "text", "--run_dir", "alone")
     assert outcome.code == 0, outcome.err
     assert RunFolder(here / "alone").read_status()["weights_sha256"] == finished["weights_sha256"]
-
-    assert wait_until(lambda: shown(mistaken)["JobState"] == "FAILED"), shown(mistaken)
-    assert shown(mistaken)["ExitCode"] == "1:0" and shown(mistaken)["Restarts"] == "0"
-    assert "nowhere" in (here / f"runs/bad-{mistaken}.out").read_text()

@@ -9,8 +9,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,14 +21,14 @@ import pytest
 from conftest import small
 from sshd import LIMIT_S, Cluster, two_hosts_with_sshd, wait
 
-from drumline import far_end, ssh_sessions
+from drumline import cli, far_end, ssh_sessions
 from drumline.cli_launch import launch as app
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from drumline.hosts_file import RemoteHost, parse_hosts
 from drumline.launch_ssh import launch, outcome
 from drumline.run_folder import RunFolder
-from drumline.ssh_checks import look
-from drumline.ssh_plan import Plan, describe, passed_on
+from drumline.ssh_checks import compare_versions, look, meeting_addresses
+from drumline.ssh_plan import Plan, describe, make_plan, passed_on
 from drumline.ssh_sessions import Session, follow
 
 SECRET = "canary" * 7
@@ -120,7 +121,8 @@ def test_two_hosts_train_the_bits_of_one_process_and_run_what_the_dry_run_shows(
     assert shown.ended(within_s=LIMIT_S) == 0 and SECRET not in shown.said and not (tmp_path / "run").exists()
     started = cluster.launch(*BOTH, *flags, cwd=tmp_path, env=environ, ssh=ssh)
     lines: set[str] = set()
-    while started.process.poll() is None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while started.process.poll() is None and time.monotonic() < deadline_s:
         lines |= command_lines(cluster)
         time.sleep(0.2)
     assert started.ended(within_s=LIMIT_S) == 0, started.said
@@ -171,10 +173,10 @@ def test_a_rank_that_raises_on_one_host_is_the_one_cause_told_at_the_end_with_it
 def test_a_users_mistake_is_two_lines_with_the_host_and_the_exit_code_of_a_mistake(
     cluster: Cluster, tmp_path: Path, nothing_left: Callable[[], None]
 ) -> None:
-    started = cluster.launch(*BOTH, "--skip_checks", *train_flags("--nheads", "3"), cwd=tmp_path)
-    assert started.ended(within_s=LIMIT_S) == 2, started.said
+    started = cluster.launch(*BOTH, "--skip_checks", *train_flags("--n_heads", "3"), cwd=tmp_path)
+    assert started.ended(within_s=LIMIT_S) == 1, started.said
     last = [line for line in started.said.splitlines() if not line.startswith("host-")]
-    assert len(last) == 2 and "Unknown option: --nheads. Did you mean --n_heads?" in last[0]
+    assert len(last) == 2 and "d_model 16 cannot be divided over 3 heads" in last[0] and last[1].startswith("  fix: ")
     assert last[0].startswith(("error: host-a: ", "error: host-b: ")) and "Traceback" not in started.said
     nothing_left()
 
@@ -216,7 +218,7 @@ def test_every_host_that_ssh_does_not_reach_is_named_with_what_to_type(cluster: 
     lines = started.said.splitlines()
     told = {line.split(": ")[1]: (line, fix) for line, fix in pairwise(lines) if "error: " in line}
     for host, problem, fix in (
-        ("nowhere", "its name does not resolve here", "echo 'ADDRESS nowhere' >> /etc/hosts"),
+        ("nowhere", "its name does not resolve here", "fix: echo ADDRESS nowhere | sudo tee -a /etc/hosts"),
         ("refuses", "nothing listens for ssh there", "systemctl start ssh"),
         ("stranger", "its host key is not known here", f"fix: {ssh} stranger true"),
         ("locked", "ssh is not let in without a password", "fix: ssh-copy-id locked"),
@@ -247,7 +249,7 @@ def test_what_the_doctor_finds_failed_keeps_a_run_from_starting_and_a_warning_do
     tmp_path: Path, locally: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for state, code in (("warning", 0), ("failed", 1)):
-        finding = {"check": "disk", "state": state, "what": "7 bytes free", "fix": "make room", "host": ""}
+        finding = {"check": "GPU", "state": state, "what": "7 bytes free", "fix": "make room", "host": ""}
         (tmp_path / "right").write_text(json.dumps({"host": "x", "state": state, "findings": [finding]}, indent=2))
         (tmp_path / "left").write_text('{"findings": []}')
         python = script(
@@ -257,8 +259,25 @@ def test_what_the_doctor_finds_failed_keeps_a_run_from_starting_and_a_warning_do
         )
         assert launch(plan(locally, tmp_path, "train", python=python), checks=True) == code
         out, err = capfd.readouterr()
-        assert err == f"{'error' if code else state}: right: disk: 7 bytes free\n  fix: make room\n"
+        assert err == f"{'error' if code else state}: right: GPU: 7 bytes free\n  fix: make room\n"
         assert ("left  | trains\n" in out and "right | trains\n" in out) is (code == 0)
+
+
+def test_a_run_folder_that_cannot_be_written_is_fatal_on_the_first_host_alone(
+    tmp_path: Path, locally: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    finding = {"check": "disk", "state": "failed", "what": "it cannot be written", "fix": "mend it", "host": ""}
+    python = script(
+        tmp_path / "python",
+        f'#!/bin/sh\ncase "$*" in *doctor*) cat {tmp_path}/$FAKE_HOST;;\n'
+        f'*far_end*) exec {sys.executable} "$@";;\n*) echo trains;; esac\n',
+    )
+    for unwritable, fine, code in (("right", "left", 0), ("left", "right", 1)):
+        (tmp_path / unwritable).write_text(json.dumps({"findings": [finding]}))
+        (tmp_path / fine).write_text('{"findings": []}')
+        assert launch(plan(locally, tmp_path, "train", python=python), checks=True) == code
+        said = capfd.readouterr().err
+        assert said == f"{'error' if code else 'warning'}: {unwritable}: disk: it cannot be written\n  fix: mend it\n"
 
 
 def test_a_folder_that_is_not_there_and_a_name_that_is_not_known_there_are_told_for_all_hosts_at_once(
@@ -271,19 +290,63 @@ def test_a_folder_that_is_not_there_and_a_name_that_is_not_known_there_are_told_
     assert f"error: left: folder: there is no {tmp_path}/no\n  fix: {locally} left mkdir -p {tmp_path}/no" in err
     itself = replace(plan(locally, tmp_path / "no", "train"), endpoint="127.0.0.1:1")
     assert launch(itself, checks=True) == 1
-    assert "means the host itself there (127.0.0.1)" in capfd.readouterr().err
+    own = capfd.readouterr().err
+    assert "means the host itself there (127.0.0.1)" in own
+    elsewhere = f"--rdzv_endpoint ADDRESS:1 --workdir {tmp_path}/no -- train\n"
+    for said in (err, own):
+        assert f"fix: drumline launch --hosts left,right --ssh {locally} {elsewhere}" in said
+
+
+def test_a_name_that_one_host_knows_is_told_to_the_others_with_its_address(tmp_path: Path, locally: str) -> None:
+    there = replace(plan(locally, tmp_path, "train"), endpoint="left:29400")
+    answers = {"versions": VERSIONS, "checkout": None, "cwd": True, "meeting_addresses": ["10.0.0.7"]}
+    for known, problem, fix in (
+        ([], "does not resolve", f"{locally} right 'echo 10.0.0.7 left | sudo tee -a /etc/hosts'"),
+        (["127.0.1.1"], "means the host itself", "--rdzv_endpoint 10.0.0.7:29400"),
+    ):
+        sessions = [answering(there, 0, answers), answering(there, 1, {**answers, "meeting_addresses": known})]
+        (found,) = look(sessions[1], replace(there, command=["doctor"]), meeting_addresses(sessions))
+        assert found.host == "right" and problem in found.what and fix in found.fix
+
+
+def test_a_host_with_other_versions_is_told_how_they_are_installed(tmp_path: Path, locally: str) -> None:
+    there = plan(locally, tmp_path, "train", python="/opt/python")
+    for package, fix in (
+        ("python", "'cd '\"'\"'/src/drum line'\"'\"' && uv venv --clear --python 1.0 && uv pip install"),
+        ("torch", "right /opt/python -m pip install torch==1.0"),
+        ("drumline", "git pull && /opt/python -m pip install -c constraints.txt -e ."),
+    ):
+        other = {"versions": {**VERSIONS, package: "2.0"}, "checkout": "/src/drum line"}
+        sessions = [answering(there, 0, {"versions": VERSIONS}), answering(there, 1, other)]
+        (found,) = compare_versions(sessions, there)
+        assert found.what == f"{package} is 2.0 there, and 1.0 on left" and fix in found.fix
+
+
+VERSIONS = dict.fromkeys(("python", "torch", "drumline"), "1.0")
+
+
+def answering(there: Plan, number: int, answers: Mapping[str, object]) -> Session:
+    """A host that has answered."""
+    session = Session(there.hosts[number], ["true"], {})
+    follow([session], lambda host, line: None, together=False)
+    session.answers |= answers
+    return session
 
 
 def test_a_host_without_that_python_or_without_drumline_is_told_what_to_install(
     tmp_path: Path, locally: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert launch(plan(locally, tmp_path, "train", python="/no/python"), checks=True) == 1
-    assert "all hosts: python: there is no /no/python\n  fix: give --python PATH" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "all hosts: python: there is no /no/python\n  fix: drumline launch --hosts left,right " in err
+    assert " --python PATH -- train # PATH: a Python with drumline, the same on every host\n" in err
     bare = script(tmp_path / "bare", f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     for checks in (True, False):
         assert launch(plan(locally, tmp_path, "train", python=bare), checks=checks) == 1
         err = capfd.readouterr().err
-        assert f"drumline is not installed for {bare} there" in err and f" {bare} -m pip install drumline" in err
+        assert (
+            f"drumline is not installed for {bare} there" in err and f"'cd CHECKOUT && {bare} -m pip install -c " in err
+        )
 
 
 def test_lines_are_whole_and_aligned_on_the_stream_they_came_from(
@@ -301,6 +364,50 @@ def test_lines_are_whole_and_aligned_on_the_stream_they_came_from(
         assert mine == ["half of 1", "half of 2", "half of 3", "no end"]
         assert [line for line in err.splitlines() if line.startswith(name)] == [f"{name}error {n}" for n in (1, 2, 3)]
     assert len(out.splitlines()) == 8
+
+
+def test_a_progress_bar_is_lines_however_it_is_cut_and_what_never_ends_is_cut_into_lines() -> None:
+    said = "a\r\nb\r\r\n\n\r 10%\r 20%\r\r 30%\n\rdone\r"
+    for size in range(1, len(said) + 1):
+        pieces = [said[start : start + size] for start in range(0, len(said), size)]
+        assert heard(pieces) == ["a", "b", "", " 10%", " 20%", " 30%", "done"], size
+    endless = heard(["x" * 300_000])
+    assert sum(map(len, endless)) == 300_000 and max(map(len, endless)) < 300_000
+
+
+def heard(pieces: Sequence[str]) -> list[str]:
+    """The lines of a host that says something in these pieces."""
+    session = Session(RemoteHost("left"), ["true"], {})
+    lines = []
+    for piece in [*pieces, ""]:
+        reading, writing = os.pipe()
+        with open(reading, "rb") as pipe, open(writing, "wb", buffering=0) as end:
+            thread = threading.Thread(target=lambda end=end, piece=piece: (end.write(piece.encode()), end.close()))
+            thread.start()
+            while True:
+                goes_on, found = session.read("stdout", pipe)
+                lines += [line.text for line in found]
+                if len(piece) <= 65536 or not goes_on:
+                    break
+            thread.join()
+    session.close()
+    return lines
+
+
+def test_hosts_are_told_at_once_what_no_pipe_holds(tmp_path: Path, locally: str) -> None:
+    # Each host reads its order only once the other one has been started.
+    slow = script(
+        tmp_path / "slow",
+        f'#!/bin/bash\nfor last; do host=$target target=$last; done\ntouch "{tmp_path}/$host.here"\n'
+        f'until [ -e "{tmp_path}/left.here" ] && [ -e "{tmp_path}/right.here" ]; do sleep 0.05; done\n'
+        f'exec {locally} "$@"\n',
+    )
+    there = plan(slow, tmp_path, "train")
+    environ = {f"BIG_{number}": "x" * 100_000 for number in range(4)}
+    order = {**there.order(there.hosts[0]), "argv": ["sh", "-c", "test ${#BIG_3} = 100000"], "environ": environ}
+    sessions = [Session(host, there.ssh_line(host), order) for host in there.hosts]
+    follow(sessions, lambda host, line: None, together=True)
+    assert [session.code for session in sessions] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -464,7 +571,10 @@ def test_each_host_is_told_its_ranks_and_where_all_meet(tmp_path: Path) -> None:
 
 def test_hosts_that_a_doctor_is_called_to_are_not_sent_one_first(tmp_path: Path) -> None:
     there = plan("ssh", tmp_path, "doctor")
-    assert "argv" not in there.check() and there.order(there.hosts[0])["argv"][3:6] == ["doctor", "--nnodes", "2"]
+    words = ["doctor", "--nnodes", "2", "--rdzv_endpoint", "10.1.2.3:29400", "--names", "left,right"]
+    assert "argv" not in there.check() and there.order(there.hosts[0])["argv"][3:] == words
+    assert "--names" not in plan("ssh", tmp_path, "train").words(there.hosts[0])
+    assert plan("ssh", tmp_path, "doctor", hosts="left").words(there.hosts[0]) == ["doctor"]
 
 
 @pytest.mark.parametrize(
@@ -474,6 +584,10 @@ def test_hosts_that_a_doctor_is_called_to_are_not_sent_one_first(tmp_path: Path)
         ("--hosts a -- sample runs/x", "'sample' is not a command for hosts"),
         ("--hosts a -- train --nproc 2", "--nproc is not train's to say"),
         ("--hosts a -- train --nnodes=2", "--nnodes is not train's to say"),
+        ("--hosts a -- doctor --names a", "--names is not doctor's to say"),
+        ("--hosts a --rdzv_endpoint a:xyz -- train", "--rdzv_endpoint a:xyz is not HOST:PORT"),
+        ("--hosts a --rdzv_endpoint a:65536 -- train", "--rdzv_endpoint a:65536 is not HOST:PORT"),
+        ("--hosts a --rdzv_endpoint :1 -- train", "--rdzv_endpoint :1 is not HOST:PORT"),
         ("-- train", "the hosts are to be given in one way"),
         ("--hosts a --hostfile b -- train", "the hosts are to be given in one way"),
         ("--hosts a --nproc 0 -- train", "nproc is 0"),
@@ -485,6 +599,38 @@ def test_a_command_line_that_cannot_work_is_refused_with_what_to_write(words: st
     with pytest.raises(ConfigError) as raised:
         app(words.split(), exit_on_error=False, result_action="return_value")
     assert problem in raised.value.problem and raised.value.fix
+
+
+def test_what_the_hosts_are_to_run_is_judged_before_any_of_them_is_called(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, code, problem in (
+        ("train --nheads 3", 2, "Unknown option: --nheads. Did you mean --n_heads?"),
+        ("train --lr -1", 1, "lr is -1"),
+        ("doctor --qick", 2, "--qick"),
+    ):
+        assert cli.run_command(["launch", "--hosts", "a,b", "--dry_run", "--", *words.split()]) == code
+        out, err = capsys.readouterr()
+        assert out == "" and problem in err and len(err.splitlines()) == 2
+    assert cli.run_command(["launch", "--hosts", "a,b", "--dry_run", "--", "doctor"]) == 0
+
+
+def test_the_line_to_type_again_starts_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MINE", "1")
+    for given in (
+        ["--hosts", "a,me@b:4"],
+        ["--hosts", "a,b", "--nproc", "2", "--ssh", "ssh -p 22", "--workdir", "sub", "--env", "MINE"],
+        ["--hosts", "a,b", "--python", "/opt/python", "--rdzv_endpoint", "c:9"],
+    ):
+        assert cli.run_command(["launch", *given, "--dry_run", "--", "train", "--run_dir", "a run"]) == 0
+        shown = capsys.readouterr().out
+        started: list[Plan] = []
+        monkeypatch.setattr("drumline.launch_ssh.launch", lambda plan, *, checks, seen=started: seen.append(plan))
+        assert cli.run_command(["launch", *given, "--", "train", "--run_dir", "a run"]) == 0
+        again = shlex.split(started[0].again())
+        assert again[:2] == ["drumline", "launch"]
+        assert cli.run_command([*again[1 : again.index("--")], "--dry_run", *again[again.index("--") :]]) == 0
+        assert capsys.readouterr().out == shown
 
 
 def test_hosts_of_a_file_meet_at_the_first_one_unless_told_otherwise(
@@ -500,6 +646,22 @@ def test_hosts_of_a_file_meet_at_the_first_one_unless_told_otherwise(
             order = json.loads(line.partition("stdin: ")[2])
             expected = ["train", "--total_steps", "9", "--nproc", slots, "--nnodes", "2", "--rdzv_endpoint", endpoint]
             assert order["argv"][3:] == expected and order["cwd"] == str(tmp_path)
+
+
+def test_the_folder_to_start_in_is_sent_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = make_plan(
+        ["train"],
+        hosts="a",
+        hostfile=None,
+        nproc=None,
+        ssh="ssh",
+        rdzv_endpoint=None,
+        workdir=Path("sub"),
+        python=sys.executable,
+        environ={},
+    )
+    assert made.workdir == f"{tmp_path}/sub"
 
 
 def test_a_far_end_tells_its_versions_without_loading_torch() -> None:

@@ -20,7 +20,7 @@ from drumline.cli_bench import bench
 from drumline.cli_checkpoint import checkpoint
 from drumline.cli_doctor import check_first, doctor
 from drumline.cli_jobs import add_jobs
-from drumline.cli_launch import launch
+from drumline.cli_launch import add_ssh, launch
 from drumline.config import (
     BatchConfig,
     DataConfig,
@@ -54,7 +54,8 @@ app.command(checkpoint)
 app.command(bench)
 app.command(doctor)
 app.command(launch)
-add_jobs(launch, check=lambda words: app.parse_args(list(words), exit_on_error=False, print_error=False))
+for add in (add_ssh, add_jobs):
+    add(launch, check=lambda words: app.parse_args(list(words), exit_on_error=False, print_error=False))
 
 
 @app.command

@@ -6,20 +6,21 @@ import json as json_format
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from drumline.config import TrainConfig
+from drumline.config import MEETING_PORT, TrainConfig
 from drumline.errors import EXIT_USER, ConfigError
 from drumline.finding import Finding, worst
 
 if TYPE_CHECKING:
     from drumline.cluster import Place
     from drumline.hosts_check import HostsReport
+    from drumline.hosts_meet import Gathering
 
 _SKIP = "skip these checks: --doctor off"
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
@@ -37,6 +38,7 @@ def doctor(
     rdzv_endpoint: str | None = None,
     data: tuple[Path, ...] = (),
     patience: float = 30.0,
+    names: str | None = None,
     hosts: str | None = None,
 ) -> int:
     """Check this machine, or several hosts and the network between them, and say what to type.
@@ -60,19 +62,27 @@ def doctor(
         A file or folder of text or tokens that all hosts should have alike. May be repeated.
     patience
         Seconds to wait for hosts that are not there yet.
+    names
+        The hosts that are to come, as a,b: one that does not is then named.
     hosts
         Start it on these hosts over SSH, as a,b; `drumline launch --hosts a,b -- doctor` has more to say.
     """
+    if not 0 <= patience < float("inf"):
+        raise ConfigError(f"patience is {patience:g}", fix="give --patience a value of 0 or more, in seconds")
     if hosts is not None:
         from drumline.cli_launch import over_ssh
 
-        return over_ssh("doctor", *_own_flags(run_dir, data, quick=quick, json=json, patience=patience), hosts=hosts)
+        _check_over_ssh(hosts, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, names=names, json=json)
+        flags = _own_flags(run_dir, data, quick=quick, patience=patience)
+        return over_ssh("doctor", *flags, hosts=hosts, rdzv_endpoint=rdzv_endpoint)
+    _check_by_hand(nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, names=names)
     environ = dict(os.environ)  # as the user set it
     # Torch reads it when it is loaded. What it would say of stores and connections is found and told here.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from drumline.doctor import all_findings, quick_findings
 
     place = _place()
+    gathering = None if place is None else _gathering(nnodes, rdzv_endpoint, names)
     several = nnodes > 1 or _hosts_of_launcher(environ) > 1
     found: list[Finding] = []
     speaks = place is None or place.local_rank == 0  # one process of each host
@@ -83,9 +93,11 @@ def doctor(
             found = all_findings(run_dir, environ, several_hosts=several)
     found = [replace(finding, host=socket.gethostname()) if several else finding for finding in found]
     together = None
-    if place is not None:
+    if gathering is not None:
+        from drumline.hosts_check import check_hosts
+
         say = (lambda text: None) if json else _say
-        together = _across_hosts(nnodes, rdzv_endpoint, data, patience_s=patience, collectives=not quick, say=say)
+        together = check_hosts(gathering, say=say, patience_s=patience, data=data, collectives=not quick)
     if together is not None and (together.tells or not speaks):
         found += together.findings
     if speaks or found:
@@ -95,32 +107,56 @@ def doctor(
     return EXIT_USER if worst([*found, *(together.findings if together else ())]) == "failed" else 0
 
 
-def _own_flags(run_dir: Path, data: tuple[Path, ...], *, quick: bool, json: bool, patience: float) -> list[str]:
+def _check_by_hand(*, nnodes: int, rdzv_endpoint: str | None, names: str | None) -> None:
+    """ConfigError for hosts that could not meet."""
+    if nnodes < 1:
+        raise ConfigError(f"nnodes is {nnodes}", fix="give --nnodes a value of 1 or more")
+    where = rdzv_endpoint or f"HOST:{MEETING_PORT}"
+    if nnodes == 1 and (rdzv_endpoint is not None or names is not None):
+        raise ConfigError(
+            "a place to meet or names of hosts are given, and not how many hosts there are",
+            fix=f"drumline doctor --nnodes {len(names.split(',')) if names else 2} --rdzv_endpoint {where}",
+        )
+    if nnodes > 1 and rdzv_endpoint is None:
+        raise ConfigError(
+            f"{nnodes} hosts need a place to meet, one of them",
+            fix=f"drumline doctor --nnodes {nnodes} --rdzv_endpoint {where}",
+        )
+
+
+def _check_over_ssh(hosts: str, *, nnodes: int, rdzv_endpoint: str | None, names: str | None, json: bool) -> None:
+    """ConfigError for flags that --hosts does not go with."""
+    from drumline.hosts_file import parse_hosts
+
+    found = parse_hosts(hosts)
+    if json:
+        where = rdzv_endpoint or f"{found[0].name}:{MEETING_PORT}"
+        several = f" --nnodes {len(found)} --rdzv_endpoint {where}" if len(found) > 1 else ""
+        raise ConfigError(
+            "--json is for one host, and --hosts mixes the lines of all",
+            fix=f"on each: drumline doctor{several} --json",
+        )
+    if nnodes != 1 or names is not None:
+        raise ConfigError(
+            f"--nnodes and --names are for hosts started by hand; --hosts has {len(found)} of them already",
+            fix=f"drumline doctor --hosts {hosts}",
+        )
+
+
+def _own_flags(run_dir: Path, data: tuple[Path, ...], *, quick: bool, patience: float) -> list[str]:
     """The flags that every host's doctor is given."""
     flags = ["--run_dir", str(run_dir), "--patience", str(patience)]
     flags += [word for path in data for word in ("--data", str(path))]
-    return [*flags, *(["--quick"] if quick else []), *(["--json"] if json else [])]
+    return [*flags, *(["--quick"] if quick else [])]
 
 
-def _across_hosts(
-    nnodes: int,
-    rdzv_endpoint: str | None,
-    data: Sequence[Path],
-    *,
-    patience_s: float,
-    collectives: bool,
-    say: Callable[[str], None],
-) -> HostsReport | None:
-    """What the hosts find out together; None where there is only one."""
-    from drumline.hosts_check import check_hosts
+def _gathering(nnodes: int, rdzv_endpoint: str | None, names: str | None) -> Gathering | None:
+    """How this host meets the others; None where there are none."""
     from drumline.hosts_meet import find_gathering, gathering_at
 
-    if nnodes > 1 and rdzv_endpoint is None:
-        raise ConfigError(f"{nnodes} hosts need a place to meet", fix="--rdzv_endpoint HOST:29400, one of the hosts")
-    gathering = gathering_at(rdzv_endpoint or "", hosts=nnodes) if nnodes > 1 else find_gathering(os.environ)
-    if gathering is None:
-        return None
-    return check_hosts(gathering, say=say, patience_s=patience_s, data=data, collectives=collectives)
+    if nnodes == 1 or rdzv_endpoint is None:
+        return find_gathering(os.environ)
+    return gathering_at(rdzv_endpoint, hosts=nnodes, names=names.split(",") if names else ())
 
 
 def _show_links(report: HostsReport) -> None:

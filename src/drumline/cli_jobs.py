@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from drumline.job_command import write_file
+from drumline.job_command import Check, write_file
 from drumline.launch_k8s import K8sConfig, K8sJob
 from drumline.launch_slurm import SlurmConfig, SlurmJob, submit
 
-Check = Callable[[Sequence[str]], Any]
-"""Parses a drumline command line without running it, and raises what that would raise."""
 _Options = Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)]
 
 
@@ -81,7 +78,7 @@ def k8s(
     from drumline.terminal import print_line
 
     job = K8sJob(command, config)
-    check(job.command.on_each_host())
+    check(job.command.on_each_host(meet_at=job.meet_at))
     if out is None or str(out) == "-":
         _print_exactly(job.text())
         return 0

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from drumline.job_command import Check
+
 launch = App(name="launch")
 
 
-@launch.default
+def add_ssh(launch: App, *, check: Check) -> None:
+    """Make hosts over SSH what `drumline launch` is about. `check` judges what they are to run."""
+    launch.default(partial(over_ssh, check=check))
+
+
 def over_ssh(
     *command: str,
     hosts: str | None = None,
@@ -25,6 +32,7 @@ def over_ssh(
     env: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     skip_checks: Annotated[bool, Parameter(negative=())] = False,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
+    check: Annotated[Check | None, Parameter(parse=False)] = None,
 ) -> int:
     """Start one run on several hosts over SSH: drumline launch --hosts a,b -- train --run_dir /shared/run
 
@@ -70,6 +78,8 @@ def over_ssh(
         python=python,
         environ=passed_on(os.environ, env),
     )
+    if check is not None:
+        check(plan.words(plan.hosts[0]))
     if not dry_run:
         return start(plan, checks=not skip_checks)
     sys.stdout.write("\n".join(describe(plan, checks=not skip_checks)) + "\n")

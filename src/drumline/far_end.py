@@ -33,6 +33,8 @@ MARK = "\x1edrumline "
 """Begins a line that is for the launcher."""
 _POLL_S, _TIDY_S, _SAVE_S = 0.1, 5.0, 660.0
 """How long what the command left behind may take to end; and the command, once asked, to save and stop."""
+_CHECKOUT = Path(drumline.__file__).parents[2]
+"""Where drumline was installed from, unless that was something else than a checkout."""
 _TRIES = 3
 _SUBREAPER = 36
 
@@ -85,6 +87,7 @@ def facts(cwd: str, meeting_host: str) -> dict[str, Any]:
             "torch": _version("torch"),
             "drumline": drumline.__version__,
         },
+        "checkout": str(_CHECKOUT) if (_CHECKOUT / "constraints.txt").is_file() else None,
         "cwd": Path(cwd).is_dir(),
         "meeting_addresses": sorted({str(each[4][0]) for each in found}),
     }

@@ -14,16 +14,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from drumline.cards import is_loopback
 from drumline.finding import Finding
-from drumline.hosts_judge import judge, label
+from drumline.hosts_alike import compare_data
+from drumline.hosts_judge import judge
 from drumline.hosts_look import LOOK_S, look_at, peers
 from drumline.hosts_meet import CheckEndedError, Gathering, Messenger, meet
-from drumline.hosts_report import HostFacts, Sight, own_facts
+from drumline.hosts_report import HostFacts, Sight, data_hashes, label, own_facts
 from drumline.links import CollectiveBackend, Links, judge_links, measure, merged
 from drumline.probe import ProbeServer, resolve, within
 
 _LOOKS_S, _LINKS_S, _SLACK_S, _GRACE_S = 30.0, 90.0, 15.0, 8.0
-_SAY_S, _WAIT_S, _GOODBYE_S = 5.0, 0.05, 3.0
+_SAY_S, _WAIT_S, _GOODBYE_S = 5.0, 0.05, 15.0
+_HASH_S, _HASH_BYTES_PER_S = 60.0, 10e6
+"""How long hosts may take to hash their data: slow disks, and those of a network, are no fault."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +82,14 @@ class _Check:
             hosts, attendance = self._gather(own)
             findings.append(attendance)
             if len(hosts) > 1:
-                seen, fit = self._look_around(own, hosts, clock)
+                seen, fit = self._look_around(own, hosts, data, clock)
                 findings += seen
         if fit and collectives:
             told, links = self._reduce_together(own, hosts)
             findings += told
-        self._part(own, hosts)
         names = {each.number: label(each, hosts) for each in hosts}
+        silent = {finding.host for finding in findings if finding.check == "meeting"}
+        self._part(own, [number for number, name in names.items() if name not in silent])
         return HostsReport(tuple(findings), tuple(links), names, tells=self._gathering.leads)
 
     def _number(self) -> int:
@@ -96,7 +101,8 @@ class _Check:
         if number >= self._gathering.hosts:
             host, expected = socket.gethostname(), self._gathering.hosts
             what = f"{host} came as host {number + 1} of {expected}: a host came twice, or more are there than expected"
-            raise CheckEndedError(Finding("meeting", "failed", what, f"--nnodes {number + 1} on every host", host))
+            fix = replace(self._gathering, hosts=number + 1, names=()).again
+            raise CheckEndedError(Finding("meeting", "failed", what, fix, host))
         return number
 
     def _gather(self, own: HostFacts) -> tuple[list[HostFacts], Finding]:
@@ -111,7 +117,7 @@ class _Check:
         roster = self._from_leader("roster", until=until + _SLACK_S)
         if own.number not in roster["came"]:
             what = f"{own.host} came after the others had stopped waiting"
-            fix = "start the check again on all hosts at about the same time"
+            fix = f"{self._gathering.again} --patience {max(60.0, 2 * self._patience_s):.0f}"
             raise CheckEndedError(Finding("meeting", "failed", what, fix, own.host))
         return [self._facts(number) for number in roster["came"]], Finding(**roster["attendance"])
 
@@ -136,7 +142,7 @@ class _Check:
         if self._gathering.number is not None:
             return ", ".join(names[number] if names else f"host {number}" for number in gone)
         known = {word for each in hosts for word in (each.host, each.host.partition(".")[0], *each.addresses)}
-        unseen = [name for name in names if name.rpartition("@")[2] not in known]
+        unseen = [name for name in names if known.isdisjoint(_meanings(name))]
         return ", ".join(unseen) if len(unseen) == len(gone) else ""
 
     def _attendance(self, hosts: Sequence[HostFacts]) -> Finding:
@@ -147,17 +153,16 @@ class _Check:
         missing, address = self._missing(hosts), self._gathering.address
         came = f"{len(hosts)} of {expected} hosts came to {where} within {self._patience_s:.0f} s"
         means = resolve(address)
-        if len(hosts) == 1 and address != here and all(each in ("::1", "127.0.0.1", "127.0.1.1") for each in means):
+        if len(hosts) == 1 and address != here and means and all(map(is_loopback, means)):
             what = f"{came}: {address} is {here} itself there, and every other host itself elsewhere"
             own = next(iter(hosts[0].addresses), "ADDRESS")
-            fix = f"on every host: {self._gathering.moved(own, self._gathering.port)}"
-            return Finding("name", "failed", what, fix, here)
+            return Finding("name", "failed", what, self._gathering.moved(own, self._gathering.port), here)
         fix = f"start the same check there too; if it runs there: nc -vz {address} {self._gathering.port}"
         what = f"{came}: {here}; missing: {missing or f'{expected - len(hosts)} more'}"
         return Finding("meeting", "failed", what, fix, missing)
 
     def _look_around(
-        self, own: HostFacts, hosts: Sequence[HostFacts], clock: Callable[[], float]
+        self, own: HostFacts, hosts: Sequence[HostFacts], data: Sequence[Path], clock: Callable[[], float]
     ) -> tuple[list[Finding], bool]:
         """What everyone saw of everyone, judged; and whether it makes sense to try collectives."""
         until, sights = time.monotonic() + min(_LOOKS_S, (len(hosts) - 2) * LOOK_S), list[Sight]()
@@ -165,16 +170,31 @@ class _Check:
             if not sights or time.monotonic() < until:
                 sights += look_at(own, target, clock=clock)
         self._messenger.post(f"sights/{own.number}", [sight.as_dict() for sight in sights])
+        self._post_data(own, hosts, data)
         until += LOOK_S + _GRACE_S
         if not self._gathering.leads:
-            verdict = self._from_leader("verdict", until=until + _SLACK_S)
+            verdict = self._from_leader("verdict", until=until + _hashing_s(hosts) + _SLACK_S)
             return [Finding(**finding) for finding in verdict["findings"]], verdict["fit"]
         told, silent = self._collect("sights", hosts, until=until)
         sights = [Sight(**sight) for each in told.values() for sight in each]
-        findings = [*silent, *judge(hosts, sights)]
-        fit = not silent and not any(sight.why or sight.stalled for sight in sights)
+        about_data = self._judge_data([each for each in hosts if each.number in told], until + _hashing_s(hosts))
+        findings = [*silent, *judge(hosts, sights), *about_data]
+        all_answer = not any(finding.check == "meeting" for finding in findings)
+        fit = all_answer and not any(sight.why or sight.stalled for sight in sights)
         self._messenger.post("verdict", {"findings": [finding.as_dict() for finding in findings], "fit": fit})
         return findings, fit
+
+    def _post_data(self, own: HostFacts, hosts: Sequence[HostFacts], data: Sequence[Path]) -> None:
+        """Tell what data is here. This host is not missed meanwhile, however long it reads: it has come already."""
+        if _hashing_s(hosts):
+            found = {name: digest for path in data for name, digest in data_hashes(path).items()}
+            self._messenger.post(f"data/{own.number}", found)
+
+    def _judge_data(self, hosts: Sequence[HostFacts], until: float) -> list[Finding]:
+        if not _hashing_s(hosts):
+            return []
+        told, silent = self._collect("data", hosts, until=until, doing="hashing data")
+        return [*silent, *compare_data(hosts, told)]
 
     def _reduce_together(self, own: HostFacts, hosts: Sequence[HostFacts]) -> tuple[list[Finding], list[Links]]:
         findings, links = [], []
@@ -215,21 +235,32 @@ class _Check:
         links = merged([Links.from_dict(each) for each in told.values()])
         return judge_links(links, names, cards), links
 
-    def _collect(self, key: str, hosts: Sequence[HostFacts], *, until: float) -> tuple[dict[int, Any], list[Finding]]:
-        """What each host left under a key, and a finding for each that left nothing."""
+    def _collect(
+        self, key: str, hosts: Sequence[HostFacts], *, until: float, doing: str = ""
+    ) -> tuple[dict[int, Any], list[Finding]]:
+        """What each host left under a key, and a finding for each that left nothing.
+
+        doing: what keeps those who left nothing yet
+        """
         told: dict[int, Any] = {}
+        say_at = time.monotonic() + _SAY_S
+        until = max(until, time.monotonic() + _GRACE_S)  # this host may have been late itself
         while len(told) < len(hosts) and time.monotonic() < until:
             for each in hosts:
                 if each.number not in told and self._messenger.has(f"{key}/{each.number}"):
                     told[each.number] = self._messenger.read(f"{key}/{each.number}")
                     if "error" in told[each.number]:  # the others have one as well by now, or are gone
                         until = min(until, time.monotonic() + _GRACE_S)
+            if doing and time.monotonic() > say_at:
+                busy = ", ".join(label(each, hosts) for each in hosts if each.number not in told)
+                self._say(f"waiting for {busy}: {doing}")
+                say_at += 2 * _SAY_S
             time.sleep(_WAIT_S)
         silent = []
         for each in hosts:
             if each.number not in told:
                 name = label(each, hosts)
-                what = f"{name} came, and then stopped answering"
+                what = f"{name} came, and then stopped answering{f' while {doing}' if doing else ''}"
                 fix = f"ping -c 3 {next(iter(each.addresses), each.host)}"
                 silent.append(Finding("meeting", "failed", what, fix, name))
         return told, silent
@@ -242,15 +273,28 @@ class _Check:
             raise CheckEndedError(Finding("meeting", "failed", what, f"ping -c 3 {where}", where))
         return found
 
-    def _part(self, own: HostFacts, hosts: Sequence[HostFacts]) -> None:
-        """Whoever keeps the store goes last."""
+    def _part(self, own: HostFacts, others: Sequence[int]) -> None:
+        """Whoever keeps the store goes last: a slow host still reads there what was found."""
         if not self._gathering.keeps:
             self._messenger.post(f"left/{own.number}", True)
             return
         until = time.monotonic() + _GOODBYE_S
-        for each in hosts:
-            if each.number != own.number:
-                self._messenger.wait(f"left/{each.number}", until=until)
+        for number in others:
+            if number != own.number:
+                self._messenger.wait(f"left/{number}", until=until)
+
+
+def _hashing_s(hosts: Sequence[HostFacts]) -> float:
+    """How long to wait for the data of these hosts; 0 where none is compared."""
+    if not any(each.data_paths for each in hosts):
+        return 0.0
+    return _HASH_S + max(each.hashed_bytes for each in hosts) / _HASH_BYTES_PER_S
+
+
+def _meanings(name: str) -> set[str]:
+    """All that a host which was given as [USER@]NAME may call itself."""
+    bare = name.rpartition("@")[2]
+    return {bare, bare.partition(".")[0], *resolve(bare)}
 
 
 def _failed(backend: CollectiveBackend, host: str, error: str, card: str | None) -> Finding:

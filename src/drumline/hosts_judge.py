@@ -10,9 +10,10 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from drumline.cards import Card, card_of
+from drumline.cards import Card, card_of, is_loopback
 from drumline.finding import Finding
-from drumline.hosts_report import HostFacts, Sight
+from drumline.hosts_alike import compare_versions
+from drumline.hosts_report import HostFacts, Sight, label
 
 _SKEW_S = 1.0
 """Torch's rendezvous takes a host for dead that is a few seconds off."""
@@ -41,15 +42,8 @@ def judge(hosts: Sequence[HostFacts], sights: Sequence[Sight]) -> list[Finding]:
         *_latency(view),
         *_cards(view),
         *_clocks(view),
-        *_versions(view),
-        *_data(view),
+        *compare_versions(hosts),
     ]
-
-
-def label(facts: HostFacts, hosts: Sequence[HostFacts]) -> str:
-    """A host's name, with its number where two have the same one."""
-    twice = sum(each.host == facts.host for each in hosts) > 1
-    return f"{facts.host} (host {facts.number})" if twice else facts.host
 
 
 class _View:
@@ -89,7 +83,7 @@ def _addresses(view: _View) -> list[Finding]:
             sights = [sight for sight in view.sights if sight.target == number and sight.use == use]
             bad = [sight for sight in sights if sight.why]
             announced = facts.announced(use)
-            nowhere = announced is None or announced.startswith("127.") or announced == "::1"
+            nowhere = announced is None or is_loopback(announced)
             answering = Counter(sight.other for sight in bad if sight.other)
             if not bad or not (nowhere or answering):
                 continue
@@ -129,7 +123,7 @@ def _reach(view: _View) -> list[Finding]:
             lost = {pair: sight for pair, sight in lost.items() if pair[0] != source}
     for target, facts in view.hosts.items():
         sights = [sight for pair, sight in lost.items() if pair[1] == target]
-        loopback = facts.gloo is None or facts.gloo.startswith("127.")
+        loopback = facts.gloo is None or is_loopback(facts.gloo)
         if sights and not loopback:
             found.append(_closed(view, facts, sights))
     if not found and view.sights and all(sight.reached for sight in view.sights):
@@ -327,62 +321,6 @@ def _clocks(view: _View) -> list[Finding]:
         spread_s = max(ahead.values()) - min(ahead.values())
         found.append(Finding("clock", "ok", f"clocks differ by {spread_s * 1e3:.0f} ms at most"))
     return found
-
-
-def _usual(values: dict[int, str]) -> str:
-    """What most have; the first host's where none is more frequent."""
-    counts = Counter(values.values())
-    return max(values.values(), key=lambda value: (counts[value], value == values[min(values)]))
-
-
-def _versions(view: _View) -> list[Finding]:
-    found: list[Finding] = []
-    odd_torch: set[int] = set()
-    for name in ("drumline", "python", "torch", "cuda", "nccl"):
-        values = {number: facts.versions[name] for number, facts in view.hosts.items() if name in facts.versions}
-        if len(set(values.values())) < 2:
-            continue
-        usual = _usual(values)
-        torch = _usual({number: facts.versions.get("torch", "") for number, facts in view.hosts.items()})
-        for number, value in values.items():
-            if value == usual or (name in ("cuda", "nccl") and number in odd_torch):  # they come with torch
-                continue
-            odd_torch |= {number} if name == "torch" else set()
-            what = f"{view.name[number]} has {name} {value}, the others {usual}"
-            found.append(Finding("versions", "failed", what, _install(name, usual, torch), view.name[number]))
-    if not found:
-        some = next(iter(view.hosts.values())).versions
-        found.append(Finding("versions", "ok", ", ".join(f"{name} {value}" for name, value in some.items())))
-    return found
-
-
-def _install(name: str, version: str, torch: str) -> str:
-    if name == "python":
-        return f"uv venv --clear --python {version}"
-    if name == "drumline":
-        return f"pip install drumline=={version}"
-    return f"pip install torch=={torch}"
-
-
-def _data(view: _View) -> list[Finding]:
-    found = []
-    names = list(dict.fromkeys(name for facts in view.hosts.values() for name in facts.data))
-    for name in names:
-        values = {number: facts.data.get(name, "missing") for number, facts in view.hosts.items()}
-        usual = _usual(values)
-        pattern = next(number for number, value in values.items() if value == usual)
-        for number, value in values.items():
-            if value != usual:
-                what = f"{name} of {view.name[number]} is {_brief(value)}, of {view.name[pattern]} {_brief(usual)}"
-                top = name.partition("/")[0]
-                there, here = (view.hosts[each].data_paths.get(top, top) for each in (pattern, number))
-                fix = f"rsync -a {view.hosts[pattern].host}:{there} {here.removesuffix(top) or './'}"
-                found.append(Finding("data", "failed", what, fix, view.name[number]))
-    return found if found or not names else [Finding("data", "ok", f"{len(names)} files are alike on all hosts")]
-
-
-def _brief(digest: str) -> str:
-    return f"sha256 {digest[:12]}" if len(digest) == 64 else digest
 
 
 def _on(facts: HostFacts, address: str | None) -> str:

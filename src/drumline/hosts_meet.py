@@ -11,7 +11,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -58,6 +58,8 @@ class Gathering:
     """Another rank of this host does its part."""
     names: tuple[str, ...] = ()
     """Of all hosts, by number, where the launcher told."""
+    slurm: bool = False
+    """Whether srun started it."""
     task: str = "check"
     """What they meet for."""
     attempt: str = "0"
@@ -68,10 +70,21 @@ class Gathering:
         return f"{self.address}:{self.port}"
 
     def moved(self, address: str, port: int) -> str:
-        """What to type on every host to meet elsewhere."""
+        """What to type to meet elsewhere."""
         if self.number is None:
-            return f"--rdzv_endpoint {address}:{port}"
-        return f"export MASTER_ADDR={address} MASTER_PORT={port}"
+            return replace(self, address=address, port=port).again
+        return f"on every host: export MASTER_ADDR={address} MASTER_PORT={port}"
+
+    @property
+    def again(self) -> str:
+        """What to type to check the hosts once more; flags of the doctor's may follow."""
+        if self.slurm:
+            return "srun drumline doctor"
+        if self.number is None:
+            names = f" --names {','.join(self.names)}" if self.names else ""
+            return f"on every host: drumline doctor --nnodes {self.hosts} --rdzv_endpoint {self.where}{names}"
+        meeting = f"--master_addr={self.address} --master_port={self.port}"
+        return f"on every host: torchrun --nnodes={self.hosts} --node_rank=NUMBER {meeting} -m drumline doctor"
 
 
 def find_gathering(environ: Mapping[str, str]) -> Gathering | None:
@@ -103,6 +116,7 @@ def find_gathering(environ: Mapping[str, str]) -> Gathering | None:
         number=number,
         spare=spare,
         names=names if len(names) == hosts else (),
+        slurm=by_slurm,
         attempt=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
     )
 
@@ -119,9 +133,15 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 def gathering_at(endpoint: str, *, hosts: int, names: Sequence[str] = ()) -> Gathering:
     """Meet at HOST:PORT; the host that has this name or address keeps the store."""
     host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(MEETING_PORT))
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(
-            f"rdzv_endpoint {endpoint} is not HOST:PORT", fix=f"as in --rdzv_endpoint host-a:{MEETING_PORT}"
+            f"rdzv_endpoint {endpoint} is not HOST:PORT",
+            fix=f"drumline doctor --nnodes {hosts} --rdzv_endpoint {host or 'HOST'}:{MEETING_PORT}",
+        )
+    if names and len(names) != hosts:
+        raise ConfigError(
+            f"--names has {len(names)} of {hosts} hosts",
+            fix=f"drumline doctor --nnodes {len(names)} --rdzv_endpoint {endpoint} --names {','.join(names)}",
         )
     here = is_here(host)
     return Gathering(address=host, port=int(port), hosts=hosts, keeps=here, leads=here, names=tuple(names))
@@ -159,7 +179,7 @@ def keep(gathering: Gathering) -> TCPStore:
         what = f"{name} cannot listen on port {gathering.port}: {str(error).splitlines()[0]}"
         if "EADDRINUSE" in str(error):
             what = f"port {gathering.port} of {name}, where the hosts are to meet, is in use{user_of(gathering.port)}"
-        fix = f"on every host: {gathering.moved(gathering.address, gathering.port + 1)}"
+        fix = gathering.moved(gathering.address, gathering.port + 1)
         raise CheckEndedError(Finding(f"port {gathering.port}", "failed", what, fix, name)) from None
 
 
@@ -190,10 +210,7 @@ def _unreachable(gathering: Gathering, why: Why, *, waited_s: float) -> Finding:
     own, there, port = socket.gethostname(), gathering.address, gathering.port
     if why == "unresolved":
         what = f"the name {there}, where the hosts are to meet, does not resolve on {own}"
-        fix = (
-            f"echo 'ADDRESS {there}' >> /etc/hosts, with the address of {there}; or {gathering.moved('ADDRESS', port)}"
-        )
-        return Finding("name", "failed", what, fix, own)
+        return Finding("name", "failed", what, f"echo 'ADDRESS {there}' >> /etc/hosts", own)
     address = next(iter(resolve(there)), there)
     shown = there if address == there else f"{there} ({address})"
     since = f"for {waited_s:.0f} s"

@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drumline.agreement import versions
-from drumline.cards import Card, find_cards, gloo_address
+from drumline.cards import Card, find_cards, gloo_address, is_loopback
 from drumline.disk import file_sha256
 from drumline.errors import DataError
 from drumline.probe import Why
-from drumline.token_manifest import MANIFEST, read_manifest
+from drumline.token_manifest import MANIFEST, TOKENIZER, FileRecord, read_manifest
 
 Use = Literal["gloo", "nccl"]
 
+DIGEST_LETTERS = 64
+BY_MANIFEST, BY_NAME = " by manifest and size", " by name and size"
+"""Behind the digest of what was not read itself."""
 _MOST_CARDS = 8
 
 
@@ -37,10 +40,10 @@ class HostFacts:
     nccl: str | None = None
     """The same for NCCL; None where there are no GPUs."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    data: Mapping[str, str] = field(default_factory=dict)
-    """A hash for each file that training reads."""
     data_paths: Mapping[str, str] = field(default_factory=dict)
-    """Where they lie here, by the name that comes before the slash."""
+    """Where the data lies here that all should have alike, by its name."""
+    hashed_bytes: int = 0
+    """How much of it is read to be compared."""
     token: str = field(default="", repr=False)
     ports: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Where its probe server listens: by address, for connections and for datagrams."""
@@ -96,6 +99,12 @@ class Sight:
         return {name: value for name, value in asdict(self).items() if value != usual[name]}
 
 
+def label(facts: HostFacts, hosts: Sequence[HostFacts]) -> str:
+    """A host's name, with its number where two have the same one."""
+    twice = sum(each.host == facts.host for each in hosts) > 1
+    return f"{facts.host} (host {facts.number})" if twice else facts.host
+
+
 def own_facts(number: int, environ: Mapping[str, str], *, data: Sequence[Path]) -> HostFacts:
     """This host; the probe server's ports and token are still to come."""
     every = find_cards()
@@ -108,8 +117,8 @@ def own_facts(number: int, environ: Mapping[str, str], *, data: Sequence[Path]) 
         gloo=gloo_address(environ, every),
         nccl=nccl_address(environ, cards) if found["nccl"] != "none" else None,
         versions=found,
-        data={name: digest for path in data for name, digest in data_hashes(path).items()},
         data_paths={path.name: str(path.absolute()) for path in data},
+        hashed_bytes=sum(_hashed_bytes(path) for path in data),
     )
 
 
@@ -131,25 +140,70 @@ def nccl_address(environ: Mapping[str, str], cards: Sequence[Card]) -> str | Non
     return next((card.addresses[0] for card in usable), None)
 
 
+def is_digest(value: str) -> bool:
+    """Whether a value of data_hashes stands for content, and not for what is wrong with it."""
+    return len(value) >= DIGEST_LETTERS and set(value[:DIGEST_LETTERS]) <= set("0123456789abcdef")
+
+
 def data_hashes(path: Path) -> dict[str, str]:
-    """What training would read at a path: the files of a prepared folder, a single file, or names and sizes."""
+    """What training would read at a path: a digest for each file or folder, or what is wrong with it.
+
+    Files are read, and the tokenizer of a prepared folder. Its tokens are compared by their manifest and their size,
+    and another folder by the names and sizes of its files.
+    """
     if (path / MANIFEST).exists():
         try:
-            return {f"{path.name}/{name}": record.sha256 for name, record in read_manifest(path).files.items()}
+            files = read_manifest(path).files
         except DataError as error:
             return {path.name: error.problem}
-    if path.is_file():
-        return {path.name: file_sha256(path)}
-    if not path.is_dir():
-        return {path.name: "missing"}
-    listing = sorted(
-        f"{each.relative_to(path)} {each.stat().st_size}"
-        for each in path.rglob("*")
-        if each.is_file() and not each.name.startswith(".")
-    )
-    return {path.name: hashlib.sha256("\n".join(listing).encode()).hexdigest()}
+        return {f"{path.name}/{name}": _prepared(path / name, record) for name, record in files.items()}
+    if path.is_dir():
+        return {path.name: _listing(path)}
+    return {path.name: _content(path)}
+
+
+def _prepared(path: Path, record: FileRecord) -> str:
+    if path.name == TOKENIZER:
+        return _content(path)
+    try:
+        size_bytes = path.stat().st_size
+    except OSError:
+        return "missing"
+    if size_bytes != record.bytes:
+        return f"{size_bytes} bytes where its manifest says {record.bytes}"
+    return record.sha256 + BY_MANIFEST
+
+
+def _content(path: Path) -> str:
+    try:
+        return file_sha256(path)
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+
+
+def _listing(folder: Path) -> str:
+    try:
+        files = [each for each in folder.rglob("*") if each.is_file() and not each.name.startswith(".")]
+        lines = sorted(f"{each.relative_to(folder)} {each.stat().st_size}" for each in files)
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() + BY_NAME
+
+
+def _hashed_bytes(path: Path) -> int:
+    """The size of what data_hashes reads there."""
+    try:
+        return (path / TOKENIZER if (path / MANIFEST).exists() else path).stat().st_size
+    except OSError:
+        return 0
 
 
 def _outward(card: Card) -> tuple[str, ...]:
     """Addresses that another host could use."""
-    return tuple(address for address in card.addresses if not address.startswith(("127.", "fe80", "169.254.", "::1")))
+    return tuple(
+        address
+        for address in card.addresses
+        if not is_loopback(address) and not address.startswith(("fe80", "169.254."))
+    )

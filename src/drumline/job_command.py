@@ -6,12 +6,16 @@ noticing, and exit codes keep their meaning.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from drumline.disk import replace_text
 from drumline.errors import ConfigError
+
+Check = Callable[[Sequence[str]], Any]
+"""Parses a drumline command line without running it, and raises what that would raise."""
 
 _COMMANDS = ("train", "bench", "doctor")
 _RANKS = ("nproc", "nnodes", "rdzv_endpoint")
@@ -61,15 +65,21 @@ class JobCommand:
     def run_dir(self) -> str | None:
         return flag(self.words, "run_dir")
 
+    @property
+    def ranks_per_node(self) -> int:
+        """Of a host with GPUs one for each; others have as many as the command says."""
+        given = flag(self.words, "nproc") or ""
+        return self.gpus_per_node or (max(1, int(given)) if given.isdecimal() else 1)
+
     def on_each_host(self, *, meet_at: str | None = None) -> list[str]:
         """The words behind `drumline`, the same on every host.
 
-        meet_at: HOST:PORT; None where hosts find each other through the run folder
+        meet_at: HOST:PORT; None where hosts find each other through the run folder, or by what srun tells them
         """
         added: list[str] = []
         if self.words[0] in ("train", "bench") and flag(self.words, "nproc") is None:
-            added += ["--nproc", str(self.gpus_per_node or 1)]
-        if self.is_training and self.nodes > 1:
+            added += ["--nproc", str(self.ranks_per_node)]
+        if self.nodes > 1 and (self.is_training or (self.words[0] == "doctor" and meet_at)):
             added += ["--nnodes", str(self.nodes)]
             added += ["--rdzv_endpoint", meet_at] if meet_at else []
         return [self.words[0], *added, *self.words[1:]]

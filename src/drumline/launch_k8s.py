@@ -144,6 +144,14 @@ class K8sJob:
                 f"--run_dir {mount / where.name}",
             )
 
+    @property
+    def meet_at(self) -> str:
+        """HOST:PORT where the pods meet."""
+        if self.config.kind == "trainjob":
+            # The runtime sets variables with the first host's name, and Kubernetes puts them into the command.
+            return "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
+        return f"{self.name}-0.{self.name}:{MEETING_PORT}"
+
     def text(self) -> str:
         """The YAML, ready for kubectl apply."""
         return "---\n".join(yaml_of(document) for document in self.documents())
@@ -172,7 +180,7 @@ class K8sJob:
         container = {
             "name": "drumline",
             "image": self.config.image,
-            "command": self._words(f"{self.name}-0.{self.name}:{MEETING_PORT}"),
+            "command": self._words(),
             **({"env": self.config.variables()} if self.config.variables() else {}),
             **({"resources": self._resources()} if self.command.gpus_per_node else {}),
             "volumeMounts": self._volume_mounts(),
@@ -195,11 +203,10 @@ class K8sJob:
         return {"apiVersion": "batch/v1", "kind": "Job", "metadata": self._metadata(), "spec": spec}
 
     def _train_job(self) -> Tree:
-        # The runtime sets variables with the first host's name, and Kubernetes puts them into the command.
         trainer = {
             "numNodes": self.command.nodes,
             "image": self.config.image,
-            "command": self._words("$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"),
+            "command": self._words(),
             **({"env": self.config.variables()} if self.config.variables() else {}),
             **({"resourcesPerNode": self._resources()} if self.command.gpus_per_node else {}),
         }
@@ -218,9 +225,9 @@ class K8sJob:
             "spec": spec,
         }
 
-    def _words(self, meet_at: str) -> list[str]:
-        plain = self.command.on_each_host(meet_at=meet_at)
-        return ["drumline", *(word if word == meet_at else _literal(word) for word in plain)]
+    def _words(self) -> list[str]:
+        plain = self.command.on_each_host(meet_at=self.meet_at)
+        return ["drumline", *(word if word == self.meet_at else _literal(word) for word in plain)]
 
     def _resources(self) -> Tree:
         return {"limits": {"nvidia.com/gpu": str(self.command.gpus_per_node)}}

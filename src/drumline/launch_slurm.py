@@ -163,8 +163,7 @@ class SlurmJob:
         return max(1, self.command.gpus_per_node) if several else 1
 
     def _threads(self) -> list[str]:
-        ranks = max(1, self.command.gpus_per_node)
-        share = f"SLURM_CPUS_ON_NODE / {ranks}"
+        share = f"SLURM_CPUS_ON_NODE / {self.command.ranks_per_node}"
         return [f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(({share} > 0 ? {share} : 1))}}"']
 
     def argv(self) -> list[str]:
@@ -173,7 +172,8 @@ class SlurmJob:
         srun = ["srun", f"--wait={_LAST_HOST_S}", "--cpu-bind=none"]
         if self.config.cpus_per_task:
             srun.append(f"--cpus-per-task={self.config.cpus_per_task}")  # srun does not take it from sbatch
-        if self._tasks_per_node > 1:
+        if self._tasks_per_node > 1 or self.command.words[0] == "doctor":
+            # Ranks, or hosts to be checked: by srun's variables they find each other.
             return [*srun, sys.executable, "-m", "drumline", *self.command.words]
         # By these variables a task of several would take itself for a rank; it starts the ranks.
         not_a_rank = ["env", "--unset=SLURM_PROCID", "--unset=SLURM_STEP_NUM_TASKS"]

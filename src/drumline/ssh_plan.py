@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +35,12 @@ _PASSED_NAMES = frozenset(
     "CUDA_LAUNCH_BLOCKING CUDA_DEVICE_MAX_CONNECTIONS".split()
 )
 _NEVER = frozenset("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()) | {ATTEMPT}
+_LAST_PORT = 65535
 _OURS = {
     "nproc": "put it before the --, or give each host its own: --hosts a:2,b:4",
     "nnodes": "leave it out: the hosts are counted",
     "rdzv_endpoint": "put it before the --",
+    "names": "leave it out: the hosts' names are known",
 }
 
 
@@ -70,13 +73,19 @@ class Plan:
 
     def order(self, host: RemoteHost) -> dict[str, Any]:
         """What a host is told to run."""
+        return self._order(self.words(host))
+
+    def words(self, host: RemoteHost) -> list[str]:
+        """What follows `drumline` on a host."""
         slots = host.slots or self.nproc
         words = [*self.command]
         if slots and self.command[0] != "doctor":
             words += ["--nproc", str(slots)]
         if len(self.hosts) > 1 and self.command[0] != "bench":
             words += ["--nnodes", str(len(self.hosts)), "--rdzv_endpoint", self.endpoint]
-        return self._order(words)
+        if len(self.hosts) > 1 and self.command[0] == "doctor":
+            words += ["--names", ",".join(each.name for each in self.hosts)]  # a host that stays away has no other
+        return words
 
     def check(self) -> dict[str, Any]:
         """What every host is asked before: some facts, and the doctor's quick part unless he is called anyway."""
@@ -95,6 +104,20 @@ class Plan:
     def by_hand(self, host: RemoteHost, *words: str) -> str:
         """A line to type that runs something there."""
         return shlex.join([*self.ssh, host.target, *words])
+
+    def again(self, *, endpoint: str | None = None, python: str | None = None) -> str:
+        """The line to type that starts the same, with something else in it."""
+        hosts = ",".join(f"{host.target}:{host.slots}" if host.slots else host.target for host in self.hosts)
+        flags = {
+            "--ssh": (shlex.join(self.ssh), "ssh"),
+            "--rdzv_endpoint": (endpoint or self.endpoint, f"{self.hosts[0].name}:{MEETING_PORT}"),
+            "--workdir": (self.workdir, str(Path.cwd())),
+            "--python": (python or self.python, sys.executable),
+            "--nproc": (str(self.nproc), "None"),
+        }
+        words = [word for name, (value, default) in flags.items() if value != default for word in (name, value)]
+        words += [word for name in self.environ if not _steers(name) for word in ("--env", name)]
+        return shlex.join(["drumline", "launch", "--hosts", hosts, *words, "--", *self.command])
 
 
 def make_plan(
@@ -122,17 +145,26 @@ def make_plan(
     words = shlex.split(ssh)
     if not words or shutil.which(words[0]) is None:
         raise ConfigError(f"--ssh {ssh!r}: there is no such program", fix="apt install openssh-client")
-    host, _, port = (rdzv_endpoint or found[0].name).partition(":")
     return Plan(
         hosts=found,
         command=command,
         nproc=nproc,
         ssh=words,
-        endpoint=f"{host}:{port or MEETING_PORT}",
-        workdir=str(workdir or Path.cwd()),
+        endpoint=_endpoint(rdzv_endpoint or found[0].name),
+        workdir=str((workdir or Path.cwd()).absolute()),
         python=python,
         environ=environ,
     )
+
+
+def _endpoint(given: str) -> str:
+    host, colon, port = given.partition(":")
+    port = port if colon else str(MEETING_PORT)
+    if not host or not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
+        raise ConfigError(
+            f"--rdzv_endpoint {given} is not HOST:PORT", fix=f"as in --rdzv_endpoint {host or 'host-a'}:{MEETING_PORT}"
+        )
+    return f"{host}:{port}"
 
 
 def _check_command(command: Sequence[str]) -> None:
@@ -149,11 +181,7 @@ def _check_command(command: Sequence[str]) -> None:
 
 def passed_on(environ: Mapping[str, str], more: Iterable[str]) -> dict[str, str]:
     """The variables that hosts are given: those that steer torch and its friends, and `more`."""
-    found = {
-        name: value
-        for name, value in environ.items()
-        if (name.startswith(_PASSED) or name in _PASSED_NAMES) and name not in _NEVER
-    }
+    found = {name: value for name, value in environ.items() if _steers(name)}
     for name in more:
         if name in _NEVER:
             raise ConfigError(f"--env {name}: every rank is given its own", fix=f"leave out --env {name}")
@@ -161,6 +189,10 @@ def passed_on(environ: Mapping[str, str], more: Iterable[str]) -> dict[str, str]
             raise ConfigError(f"--env {name}: there is no such variable", fix=f"export {name}=... first")
         found[name] = environ[name]
     return dict(sorted(found.items()))
+
+
+def _steers(name: str) -> bool:
+    return (name.startswith(_PASSED) or name in _PASSED_NAMES) and name not in _NEVER
 
 
 def describe(plan: Plan, *, checks: bool) -> list[str]:

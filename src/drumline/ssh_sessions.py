@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -24,6 +25,10 @@ _BEAT_S, _POLL_S, _FOLLOW_S, _LEAVE_S, _DRAIN_S = 5.0, 0.1, 5.0, 5.0, 1.0
 """Between signs of life; how long the others may take to end by themselves when one host has failed; a host to end when
 it is killed; and what ssh said to arrive once it has ended."""
 _KEPT_LINES = 2000
+_LONGEST_BYTES = 65536
+"""What is longer is a line, whether it has ended or not."""
+# A progress bar goes back to where its line began and writes it anew: each of them is a line.
+_LINE_ENDS = re.compile(rb"\r*\n(?:\r+(?=[^\r\n]))?|\r+(?=[^\r\n])")
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -54,9 +59,11 @@ class Session:
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         self._half: dict[Stream, bytes] = {}
         self._exited_s: float | None = None
-        self.send(json.dumps(order))
+        self._unsent = b""
         assert self._process.stdin is not None
+        # One host that is slow to read does not keep the others waiting.
         os.set_blocking(self._process.stdin.fileno(), False)
+        self.send(json.dumps(order))
 
     @property
     def ssh_code(self) -> int | None:
@@ -74,10 +81,16 @@ class Session:
         yield "stderr", self._process.stderr
 
     def send(self, word: str) -> None:
-        """One line to the far end; if it is gone, that is seen elsewhere."""
+        """One line to the far end, now or when `follow` sees that it takes more."""
+        self._unsent += word.encode() + b"\n"
+        self.send_rest()
+
+    def send_rest(self) -> None:
+        """What it takes now; if it is gone, that is seen elsewhere."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            os.write(self._process.stdin.fileno(), word.encode() + b"\n")
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._process.stdin.fileno(), self._unsent) :]
 
     def kill(self) -> None:
         self._process.kill()
@@ -85,8 +98,8 @@ class Session:
     def read(self, stream: Stream, pipe: IO[bytes]) -> tuple[bool, list[Line]]:
         """Whether more may come, and what did, in whole lines; half a line at the end counts as one."""
         chunk = os.read(pipe.fileno(), 65536)
-        *whole, half = (self._half.pop(stream, b"") + chunk).split(b"\n")
-        if chunk:
+        *whole, half = _LINE_ENDS.split((self._half.pop(stream, b"") + chunk).lstrip(b"\r"))
+        if chunk and len(half) <= _LONGEST_BYTES:
             self._half[stream] = half
         elif half:
             whole.append(half)
@@ -132,6 +145,7 @@ def follow(sessions: Sequence[Session], show: Show, *, together: bool, limit_s: 
             now_s = time.monotonic()
             open_ones = {key.data[0] for key in selector.get_map().values()}
             for session in running:
+                session.send_rest()
                 session.look(drained=session not in open_ones)
                 if session.ended_s is not None and session.code != 0:
                     failed_s = failed_s or now_s
