@@ -38,12 +38,9 @@ ReturnToService=2
 MpiDefault=none
 KillWait=5
 GresTypes=gpu
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 Gres=gpu:2
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 Gres=gpu:2
-PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=FORCE:4 PriorityTier=1 GraceTime=120
-PartitionName=urgent Nodes=ALL State=UP PriorityTier=2 PreemptMode=OFF
+PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=FORCE:4
 """
 
 
