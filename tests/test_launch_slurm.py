@@ -297,8 +297,8 @@ def test_a_job_that_is_warned_saves_is_queued_again_and_ends_with_the_weights_of
     assert "queued again" in said()
 
     (here / "slow").unlink()
-    # SLURM lets a job that was queued again wait for two minutes.
-    subprocess.run(["scontrol", "update", f"jobid={number}", "StartTime=now"], check=True)
+    # SLURM lets a job that was queued again wait for two minutes. Within the second it ended in it must not start.
+    subprocess.run(["scontrol", "update", f"jobid={number}", "StartTime=now+3"], check=True)
     assert wait_until(lambda: shown(number)["JobState"] == "COMPLETED"), said()
     assert f"(step {stopped['step']})" in said() and shown(number)["ExitCode"] == "0:0"
     finished = RunFolder(here / "runs/big").read_status()
