@@ -73,17 +73,25 @@ def _train(argv: list[str], gates: list[int], scratch: Path, retry_s: float, cwd
     from drumline.loop import Loop
 
     torch.set_num_threads(1)
-    step_of_the_loop = Loop._step
+    step_of_the_loop, polled = Loop._step, saver.Saver.poll
+    savers: list[saver.Saver] = []
+
+    def poll(its: saver.Saver) -> None:
+        savers[:] = [its]
+        polled(its)
 
     def gated_step(loop: Loop, step: int, **votes: bool) -> Any:
         if step in gates:
             gates.remove(step)
             (scratch / f"at-{step}").touch()
             while not (scratch / f"go-{step}").exists():
+                for its in savers:
+                    polled(its)  # a save ends when the loop looks at it, which may be after this step
                 time.sleep(0.005)
         return step_of_the_loop(loop, step, **votes)
 
     Loop._step = gated_step  # type: ignore[method-assign,assignment]
+    saver.Saver.poll = poll  # type: ignore[method-assign]
     saver._RETRY_S = (retry_s, retry_s)
     with contextlib.ExitStack() as stack:
         log = stack.enter_context((scratch / "log").open("w", encoding="utf-8"))

@@ -14,6 +14,7 @@ from saved import saver_of, state, trained
 
 from drumline import snapshots as snapshots_module
 from drumline.checkpoints import checkpoint_paths, tensors_of
+from drumline.records import read_metrics
 from drumline.retention import step_of
 from drumline.run_folder import RunFolder
 from drumline.snapshots import Snapshots
@@ -114,17 +115,21 @@ def train(scratch: str, run: str, *flags: str) -> str:
 
 def train_and_kill(scratch: str, run: str) -> tuple[Snapshots, int]:
     """kill -9 when there is a snapshot that is newer than the first checkpoint; its step."""
-    gates = range(FIRST_SAVE + 1, STEPS)
-    with gated(Path(scratch), [*FLAGS, "--run_dir", run, *SNAPSHOTS], gates=gates) as started:
-        for step in gates:
-            started.wait_at(step)
-            snapshots = Snapshots.of(RunFolder(Path(run)))
-            held = checkpoint_paths(snapshots.folder)
-            if held and step_of(held[-1]) > FIRST_SAVE:
-                started.kill()
-                return snapshots, step_of(held[-1])
-            started.go(step)
-    raise AssertionError(started.said)
+    folder = RunFolder(Path(run))
+    before, after = FIRST_SAVE + 1, FIRST_SAVE + 2
+    with gated(Path(scratch), [*FLAGS, "--run_dir", run, *SNAPSHOTS], gates=(before, after)) as started:
+        started.wait_at(before)
+        started.wait_until(lambda: "saved" in [record["event"] for record in read_metrics(folder.events)])
+        started.go(before)
+        started.wait_at(after)
+        snapshots = Snapshots.of(folder)
+        started.wait_until(lambda: newest_in(snapshots) > FIRST_SAVE)
+        started.kill()
+    return snapshots, newest_in(snapshots)
+
+
+def newest_in(snapshots: Snapshots) -> int:
+    return max((step_of(path) for path in checkpoint_paths(snapshots.folder)), default=0)
 
 
 def test_a_killed_run_goes_on_from_memory_to_the_same_bits_and_leaves_nothing_there(here: Path) -> None:
