@@ -62,7 +62,7 @@ def outcome(sessions: Sequence[Session], plan: Plan, *, stops: int) -> tuple[int
     if code in (0, EXIT_STOPPED, EXIT_INTERRUPTED):
         return code, None
     causes = [_cause(session, plan) for session, its in codes.items() if its == code]
-    return code, min(causes, key=lambda found: (_LOST_PEER in found[1].problem, found[0]))[1]
+    return code, min(causes, key=lambda found: (_LOST_PEER in found[2].problem, found[0], found[1]))[2]
 
 
 def _code(session: Session, *, asked: bool) -> int:
@@ -73,24 +73,31 @@ def _code(session: Session, *, asked: bool) -> int:
     return EXIT_FAILED if "started" in session.answers else EXIT_USER
 
 
-def _cause(session: Session, plan: Plan) -> tuple[float, DrumlineError]:
-    """When a host said what went wrong, by the clock here, and what."""
+def _cause(session: Session, plan: Plan) -> tuple[bool, float, DrumlineError]:
+    """Whether a host ended without a word on why, when it said so, by the clock here, and what went wrong.
+
+    A mistake that all hosts make is told by one of them: the others say nothing, whatever they said before.
+    """
     name, lines = session.host.name, [line for line in session.lines if line.stream == "stderr"]
     if session.code is None:
-        return session.ended_s or 0.0, _lost(session, plan, [line.text for line in lines])
+        return False, session.ended_s or 0.0, _lost(session, plan, [line.text for line in lines])
     starts = [number for number, line in enumerate(lines) if line.text.startswith("error: ")]
     if starts:
-        return lines[starts[-1]].heard_s, _error(name, [line.text for line in lines[starts[-1] :]])
+        return False, lines[starts[-1]].heard_s, _error(name, [line.text for line in lines[starts[-1] :]])
     starts = [number for number, line in enumerate(lines) if line.text.startswith("Traceback (")]
     last = lines[starts[-1] :] if starts else lines[-_LAST_LINES:]
     killed = session.code - 128 in signal.valid_signals()
     how = (
         f"was ended by {signal.Signals(session.code - 128).name}" if killed else f"ended with exit code {session.code}"
     )
-    return last[0].heard_s if last else session.ended_s or 0.0, DrumlineError(
-        f"{name}: drumline {how}",
-        details=[line.text for line in last],
-        fix="start the same command again to go on" if killed else f"see what {name} said above",
+    return (
+        not (starts or killed),
+        last[0].heard_s if last else session.ended_s or 0.0,
+        DrumlineError(
+            f"{name}: drumline {how}",
+            details=[line.text for line in last],
+            fix="start the same command again to go on" if killed else f"see what {name} said above",
+        ),
     )
 
 
