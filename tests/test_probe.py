@@ -8,9 +8,12 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from drumline import probe
 from drumline.probe import ProbeServer, largest_packet, ping, transfer, why_not, within
 
 HERE = "127.0.0.1"
@@ -110,3 +113,12 @@ def test_what_never_ends_is_left_behind() -> None:
     assert within(60, lambda: 7) == 7
     with pytest.raises(KeyError):
         within(60, lambda: dict[str, int]()["x"])
+
+
+@pytest.mark.parametrize(("known", "lost"), [(220, 5), (160, 30), (100, 0)])
+def test_a_segment_that_came_twice_was_not_lost_where_the_system_can_tell(known: int, lost: int) -> None:
+    info = bytearray(220)
+    for offset, number in {100: 30, 156: 1000, 216: 25}.items():  # tcp_info: sent again, sent, came twice
+        struct.pack_into("@I", info, offset, number)
+    connection = SimpleNamespace(getsockopt=lambda level, name, length: bytes(info[: min(known, length)]))
+    assert probe._sent_so_far(cast(Any, connection))[2] == lost

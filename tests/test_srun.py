@@ -1,5 +1,6 @@
 """`srun drumline train` under a real SLURM: a controller and two virtual nodes that live as long as the test."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from drumline.records import read_metrics
 from drumline.run_folder import RunFolder
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     with two_nodes(tmp_path_factory.mktemp("slurm")) as environ:
         yield environ
@@ -36,3 +37,17 @@ def test_srun_on_two_nodes_trains_what_one_process_does(
         [r["loss"] for r in read_metrics(tmp_path / run / "metrics.jsonl") if "loss" in r] for run in ("run", "alone")
     ]
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)
+
+
+def test_srun_lets_the_doctors_of_two_nodes_meet_and_one_tells_for_both(slurm: dict[str, str], tmp_path: Path) -> None:
+    environ = {**slurm, "MASTER_ADDR": "127.0.0.1"}
+    command = ["srun", "--label", "--nodes=2", "--ntasks=2", sys.executable, "-m", "drumline", "doctor", "--json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=200)
+    said = [line.split(": ", 1) for line in done.stdout.splitlines()]
+    first, second = (json.loads("\n".join(line for of, line in said if of == task))["findings"] for task in "01")
+    between = {finding["check"]: finding["what"] for finding in first}
+    assert between["meeting"].startswith("2 hosts met at 127.0.0.1:")
+    assert between["reach"] == "all 2 hosts reach each other in both directions"
+    assert {"meeting", "reach"}.isdisjoint(finding["check"] for finding in second)
+    # Both nodes are this machine, and what its name stands for decides whether that is all right.
+    assert done.returncode == int(any(finding["state"] == "failed" for finding in first))

@@ -39,7 +39,8 @@ _DATAGRAM_HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}
 _SMALLEST_PACKET, _RUNGS = 576, 32
 # Of Linux; Python does not name them. "Probe" sets don't-fragment and believes nothing that was heard of the path.
 _DO_NOT_FRAGMENT = {socket.AF_INET: (socket.IPPROTO_IP, 10, 3), socket.AF_INET6: (socket.IPPROTO_IPV6, 23, 3)}
-_ACKED, _RETRANSMITTED, _SEGMENTS, _INFO_BYTES = 120, 100, 156, 160  # offsets in Linux's tcp_info
+# Offsets in Linux's tcp_info, which ends after the first three on old systems.
+_ACKED, _RETRANSMITTED, _SEGMENTS, _LEAST_INFO_BYTES, _DUPLICATES, _INFO_BYTES = 120, 100, 156, 160, 216, 220
 
 
 @dataclass(frozen=True)
@@ -284,14 +285,20 @@ def _asking(address: str, port: int, token: str, what: bytes, *, within_s: float
 
 
 def _sent_so_far(connection: socket.socket) -> tuple[int, int, int]:
-    """Bytes that were acknowledged, segments sent, and segments sent again; zeros where the system does not say."""
+    """Bytes that were acknowledged, segments sent, and segments sent again; zeros where the system does not say.
+
+    A segment that was sent again although it had arrived, as happens where the other side is too busy to answer at
+    once, is not counted as sent again.
+    """
     if not sys.platform.startswith("linux"):
         return 0, 0, 0
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
-    if len(info) < _INFO_BYTES:
+    if len(info) < _LEAST_INFO_BYTES:
         return 0, 0, 0
     acked = struct.unpack_from("@Q", info, _ACKED)[0]
-    return acked, struct.unpack_from("@I", info, _SEGMENTS)[0], struct.unpack_from("@I", info, _RETRANSMITTED)[0]
+    segments, again = (struct.unpack_from("@I", info, at)[0] for at in (_SEGMENTS, _RETRANSMITTED))
+    in_vain = struct.unpack_from("@I", info, _DUPLICATES)[0] if len(info) >= _INFO_BYTES else 0
+    return acked, segments, max(0, again - in_vain)
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
