@@ -1,15 +1,28 @@
 """What ranks say of themselves is read as they meant it, and only a real hang is called one."""
 
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from drumline.heartbeat import ATTEMPT, Beat, Pulse, Watch, read_pulse, read_run_dir, tell_run_dir, under_torchrun
+from drumline import heartbeat
+from drumline.heartbeat import (
+    ATTEMPT,
+    Beat,
+    Pulse,
+    Stacks,
+    Watch,
+    read_pulse,
+    read_run_dir,
+    tell_run_dir,
+    under_torchrun,
+)
 
 NOW_S = 10_000.0
 
@@ -122,3 +135,21 @@ def test_under_torchrun_a_rank_dies_with_it_and_says_what_torchrun_leaves_open()
         assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in said and "--signals-to-handle" in said
         process.send_signal(signal.SIGKILL)
         assert process.stdout.read() == ""  # the pipe closes when the last one that has it is gone
+
+
+@pytest.mark.parametrize(
+    "outermost", ['File "/bin/drumline", line 8 in <module>', 'File "<frozen runpy>", line 198 in _run_module_as_main']
+)
+def test_a_stack_is_whole_when_it_ends_in_what_started_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outermost: str
+) -> None:
+    def show_the_rest(pause_s: float) -> None:
+        with (tmp_path / "stack-0").open("a") as file:
+            file.write(f"  {outermost}\n")
+
+    monkeypatch.setattr(heartbeat, "_STACKS_S", math.inf)
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(sleep=show_the_rest, monotonic=time.monotonic))
+    shown = Stacks(tmp_path, [0])
+    (tmp_path / "stack-0").write_text('Current thread (most recent call first):\n  File "loop.py", line 9 in run\n')
+    shown.wait()
+    assert shown.read()[0].splitlines()[-1].strip() == outermost and shown.read()[0].count("\n") == 3

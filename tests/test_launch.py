@@ -1,5 +1,6 @@
 """Every way to start ranks on one machine trains the same run, and none leaves a process behind."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -13,8 +14,9 @@ import pytest
 from conftest import small
 from launchers import rank_process, wait_until_gone, wait_until_it_catches
 
+from drumline import cluster
 from drumline.cards import free_port
-from drumline.cluster import check_backend, find_place
+from drumline.cluster import Place, check_backend, find_place
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from drumline.launch import meeting_port
 from drumline.records import read_metrics
@@ -214,3 +216,27 @@ def test_backends_follow_the_device() -> None:
     assert check_backend("auto", torch.device("cpu")) == "gloo"
     assert check_backend("auto", torch.device("cuda")) == "nccl"
     assert check_backend("gloo", torch.device("cuda")) == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("rank", "answers", "asked"),
+    [
+        (0, [], 0),
+        (1, [ConnectionRefusedError(), ConnectionRefusedError(), None], 3),
+        (2, [socket.gaierror(), None], 1),  # torch's own message is better
+    ],
+)
+def test_a_rank_waits_for_rank_0_to_listen_before_it_leaves_the_waiting_to_torch(
+    monkeypatch: pytest.MonkeyPatch, rank: int, answers: list[Exception | None], asked: int
+) -> None:
+    given = []
+
+    def connect(address: tuple[str, int], timeout: float) -> contextlib.nullcontext[None]:
+        given.append(address)
+        if (answer := answers[len(given) - 1]) is not None:
+            raise answer
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(cluster.socket, "create_connection", connect)
+    cluster._wait_for_rank_0(Place(rank, 3, rank, "host-a", 29500))
+    assert given == [("host-a", 29500)] * asked

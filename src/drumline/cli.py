@@ -6,6 +6,7 @@ with everything saved (start the same command again to go on), 130 interrupted b
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -148,7 +149,7 @@ def train(
     if ranks.nproc and "RANK" not in os.environ:
         from drumline.forked import start_server
 
-        start_server(ranks.nproc)  # it loads torch while this process does
+        start_server(ranks.nproc, early=True)
     from drumline.launch import launch_training, ranks_to_start, train_here
 
     nproc = ranks_to_start(settings)
@@ -304,13 +305,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         for signum in _STOP_SIGNALS:
             signal.signal(signum, _leave)
     code = run_command(words)
-    if "torch" in sys.modules and (os.environ.get("WORLD_SIZE", "1") != "1" or words[:1] == ["doctor"]):
-        # A rank has saved and said all it has to. Taking the interpreter apart under gloo's threads now and then aborts
-        # the process, and an elastic launcher would then repeat a run that has ended.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    if "torch" not in sys.modules:
+        sys.exit(code)
+    # All is saved and said. Taking an interpreter with torch apart takes a third of a second, and under gloo's threads
+    # now and then aborts a process that has done its work: an elastic launcher would then repeat a run that has ended.
+    if os.environ.get("WORLD_SIZE", "1") == "1" and words[:1] != ["doctor"]:
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _leave(signum: int, frame: Any) -> None:

@@ -15,6 +15,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -35,6 +36,7 @@ T = TypeVar("T")
 _PATIENCE = timedelta(days=1)
 """How long ranks wait for one that prepares text or reads a checkpoint: the launcher ends them sooner if it dies."""
 _GOODBYE = timedelta(seconds=5)
+_LISTENS_S = 5.0
 _LEFT: list[dist.ProcessGroup | None] = []
 _SLURM_PORTS = range(20000, 30000)
 
@@ -216,6 +218,7 @@ def join(*, device: Device = "auto", backend: Backend = "auto", bitwise: bool = 
 
 
 def _rendezvous(place: Place) -> Store:
+    _wait_for_rank_0(place)
     try:
         store, _, _ = next(iter(rendezvous("env://")))
     except dist.DistNetworkError as error:
@@ -230,6 +233,20 @@ def _rendezvous(place: Place) -> Store:
             fix=f"start rank 0, and check the address, the firewall and the route: nc -vz {where.replace(':', ' ')}",
         ) from None
     return store  # type: ignore[no-any-return]
+
+
+def _wait_for_rank_0(place: Place) -> None:
+    """Until it listens, or a moment has passed: torch, refused once, waits half a second before it asks again."""
+    until, pause_s = time.monotonic() + _LISTENS_S, 0.01
+    while place.rank > 0 and time.monotonic() < until:
+        try:
+            with socket.create_connection((place.master_addr, place.master_port), timeout=_LISTENS_S):
+                return
+        except ConnectionRefusedError:
+            time.sleep(pause_s)
+            pause_s = min(0.1, 1.5 * pause_s)  # there may be hundreds that ask
+        except OSError:
+            return  # torch will say what is wrong
 
 
 def leave() -> None:

@@ -10,8 +10,10 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
+import traceback
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, util
 from typing import Any
 
 import psutil
@@ -72,16 +74,53 @@ class Ranks:
             process.join()
 
 
-def start_server(nproc: int) -> None:
-    """Start the server that `nproc` ranks are forked from, if there is none yet; does not wait for it to be ready."""
-    # Both are read when the server loads torch. Warnings of the ranks' store say only that a peer is gone.
+def start_server(nproc: int, *, early: bool = False) -> None:
+    """Start the server that `nproc` ranks are forked from, if there is none yet; does not wait for it to be ready.
+
+    early: this process has done nothing yet, so that the server can be forked from it and torch is imported once
+    """
+    # Both are read when torch is loaded. Warnings of the ranks' store say only that a peer is gone.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 1) // nproc)))
     _CONTEXT.set_forkserver_preload(_PRELOAD)
     _keep_paths_short()
     resource_tracker.ensure_running()  # started with the server it would let the signals through again
-    with _blocked(STOP_SIGNALS):  # what is blocked now stays so in the server: Ctrl-C is the launcher's business
+    # What is blocked now stays so in the server: Ctrl-C is the launcher's business.
+    with _forking() if early else contextlib.nullcontext(), _blocked(STOP_SIGNALS):
         forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _forking() -> Iterator[None]:
+    """Have multiprocessing fork its server from this process instead of starting another interpreter."""
+    import torch  # noqa: F401
+
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # or the server would say it again
+    spawn = util.spawnv_passfds
+    util.spawnv_passfds = _fork  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = spawn
+
+
+def _fork(path: str, words: list[str], passed: list[int]) -> int:
+    """What `spawnv_passfds` does, without a new program: `words` end in the Python line that the server runs."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        for name in os.listdir("/dev/fd"):
+            if int(name) > 2 and int(name) not in passed:
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+        forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # the caller holds the copied one
+        exec(words[-1], {})
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(EXIT_CRASHED)
 
 
 def _keep_paths_short() -> None:
@@ -95,10 +134,10 @@ def _keep_paths_short() -> None:
 
 def end_server() -> None:
     """Kill the server, and with it every rank."""
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            if any("multiprocessing.forkserver" in word for word in child.cmdline()):
-                child.kill()  # multiprocessing waits for it when it starts the next one
+    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # multiprocessing waits for it when it starts the next one
 
 
 @contextlib.contextmanager

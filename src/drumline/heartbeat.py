@@ -184,6 +184,10 @@ class Watch:
         self._step, self._since_s = step, now_s
 
 
+_OUTERMOST = ("in <module>\n", "in _run_module_as_main\n")
+"""The main thread's stack comes last, and at its end what called it: a script, or `python -m`."""
+
+
 class Stacks:
     """What ranks show of their stacks on a SIGUSR2 that is sent once this is made."""
 
@@ -197,8 +201,7 @@ class Stacks:
     def wait(self, *, but: int | None = None) -> None:
         """Until all have shown theirs, or for a moment: a process may be in no state to."""
         deadline = time.monotonic() + _STACKS_S
-        # The main thread's stack comes last, and what called it at its end.
-        while not all(text.endswith("in <module>\n") for rank, text in self.read().items() if rank != but):
+        while not all(text.endswith(_OUTERMOST) for rank, text in self.read().items() if rank != but):
             if time.monotonic() > deadline:
                 return
             time.sleep(0.01)
