@@ -40,9 +40,10 @@ def settings(config: TrainConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("recipe", ["classic", "modern"])
-def test_each_recipe_can_be_chosen_for_each_preset_and_classic_is_the_default(recipe: Recipe) -> None:
+def test_each_recipe_can_be_chosen_for_each_preset_and_modern_ones_have_the_modern_one(recipe: Recipe) -> None:
     for name in PRESETS:
-        assert with_preset(TrainConfig(model=ModelSettings(preset=name))).model.recipe == "classic"
+        default = "modern" if name.startswith("modern") else "classic"
+        assert with_preset(TrainConfig(model=ModelSettings(preset=name))).model.recipe == default
         found = settings(with_preset(TrainConfig(model=ModelSettings(preset=name, recipe=recipe))))
         assert found["recipe"] == recipe
         expected = {**RECIPES[recipe], **PRESETS[name].adjusted}

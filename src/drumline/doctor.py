@@ -25,8 +25,6 @@ from drumline.variables import BETWEEN_RANKS, Facts, check_variables
 if TYPE_CHECKING:  # it has torch, and a machine whose torch does not load is to be told so
     from drumline.cluster import Place
 
-_BYTES_PER_PARAMETER = 12
-"""In a checkpoint: the weight and AdamW's two moments."""
 _ENDING = frozenset({"GLOO_SOCKET_IFNAME", "MASTER_PORT", "OMP_NUM_THREADS"})
 """Variables without a right value of which no rank gets to its first step."""
 
@@ -212,13 +210,21 @@ def checkpoint_bytes(config: TrainConfig) -> int:
         shape = gpt_config(config.model, vocab_size=config.data.vocab_size or 1)
     except DrumlineError:
         return 0
-    return _BYTES_PER_PARAMETER * _parameters(shape) if config.model.model == "gpt" else 0
+    if config.model.model != "gpt":
+        return 0
+    blocks, others = _parameters(shape)
+    by_muon = config.optim.optimizer == "muon"  # it keeps one number a weight where AdamW keeps two
+    return (2 if by_muon else 3) * 4 * blocks + 3 * 4 * others
 
 
-def _parameters(shape: GPTConfig) -> int:
-    """Without norms and biases. Asking the model itself would take a second to load it."""
+def _parameters(shape: GPTConfig) -> tuple[int, int]:
+    """Weights of the blocks' matrices and of all others, without norms and biases.
+
+    Asking the model itself would take a second to load it.
+    """
     width, kv_width = shape.d_model, shape.kv_heads * shape.head_width
     block = 2 * width * (width + kv_width) + (3 if shape.activation == "swiglu" else 2) * width * shape.d_ff
     positions = shape.max_position_embeddings * width if shape.positions == "learned" else 0
     tables = (1 if shape.tie_embeddings else 2) * shape.vocab_size * width
-    return shape.n_layers * block + positions + tables + shape.value_tables * shape.vocab_size * kv_width
+    value_tables = min(shape.value_tables, (shape.n_layers + 1) // 2)
+    return shape.n_layers * block, positions + tables + value_tables * shape.vocab_size * kv_width

@@ -75,7 +75,7 @@ class Preset:
     lr: float
     """AdamW's."""
     muon_lr: float = 0.035
-    recipe: Recipe = "classic"
+    recipe: Recipe
     adjusted: dict[str, Any] = field(default_factory=dict)
     """What suits this shape better than its recipe's own value."""
     total_steps: int | None = None
@@ -88,10 +88,11 @@ LARGE = {"n_layers": 36, "n_heads": 20, "d_model": 1280, "d_ff": 5120}
 XL = {"n_layers": 48, "n_heads": 25, "d_model": 1600, "d_ff": 6400}
 
 
-def _tiny(family: dict[str, Any]) -> Preset:
+def _tiny(family: dict[str, Any], recipe: Recipe) -> Preset:
     return Preset(
         shape=TINY,
         family=family,
+        recipe=recipe,
         context=128,
         vocab_size=2048,
         batch_size=16,
@@ -103,16 +104,16 @@ def _tiny(family: dict[str, Any]) -> Preset:
 
 
 PRESETS: dict[str, Preset] = {
-    "tiny": _tiny(CLASSIC),
-    "gpt2": Preset(shape=SMALL, family=CLASSIC, lr=6e-4),
-    "gpt2-medium": Preset(shape=MEDIUM, family=CLASSIC, lr=3e-4),
-    "gpt2-large": Preset(shape=LARGE, family=CLASSIC, lr=2.5e-4),
-    "gpt2-xl": Preset(shape=XL, family=CLASSIC, lr=2e-4),
-    "modern-tiny": _tiny(MODERN),
-    "modern": Preset(shape=SMALL, family=MODERN, lr=6e-4),
-    "modern-medium": Preset(shape=MEDIUM, family=MODERN, lr=3e-4),
-    "modern-large": Preset(shape=LARGE, family=MODERN, lr=2.5e-4),
-    "modern-xl": Preset(shape=XL, family=MODERN, lr=2e-4),
+    "tiny": _tiny(CLASSIC, "classic"),
+    "gpt2": Preset(shape=SMALL, family=CLASSIC, recipe="classic", lr=6e-4),
+    "gpt2-medium": Preset(shape=MEDIUM, family=CLASSIC, recipe="classic", lr=3e-4),
+    "gpt2-large": Preset(shape=LARGE, family=CLASSIC, recipe="classic", lr=2.5e-4),
+    "gpt2-xl": Preset(shape=XL, family=CLASSIC, recipe="classic", lr=2e-4),
+    "modern-tiny": _tiny(MODERN, "modern"),
+    "modern": Preset(shape=SMALL, family=MODERN, recipe="modern", lr=6e-4),
+    "modern-medium": Preset(shape=MEDIUM, family=MODERN, recipe="modern", lr=3e-4),
+    "modern-large": Preset(shape=LARGE, family=MODERN, recipe="modern", lr=2.5e-4),
+    "modern-xl": Preset(shape=XL, family=MODERN, recipe="modern", lr=2e-4),
 }
 
 
