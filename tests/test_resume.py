@@ -1,5 +1,6 @@
 """Where a run goes on from: by itself its newest valid checkpoint, or what --resume_from names."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,8 +72,8 @@ def test_a_run_that_goes_on_from_elsewhere_does_not_meet_its_own_newer_checkpoin
     found = resume(
         str(path), folder, ALONE, model, optimizer, facts={}, allow_change=(), snapshots=memory, say=lambda line: None
     )
-    assert found is not None and found.step == 4 and steps(folder) == [2, 4]
-    assert (folder.checkpoints / "step-00000006.superseded").exists()
+    assert found is not None and found.step == 4 and steps(folder) == [2]
+    assert all((folder.checkpoints / f"step-0000000{step}.superseded").exists() for step in (4, 6))
 
 
 def test_a_resume_that_is_refused_changes_nothing(tmp_path: Path) -> None:
@@ -86,3 +87,24 @@ def test_a_resume_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     assert steps(folder) == [2, 4]
     resume("2", folder, ALONE, model, optimizer, allow_change=["seed"], **arguments)  # type: ignore[arg-type]
     assert steps(folder) == [2]
+
+
+@pytest.mark.parametrize("broke", ["before it was resumed", "before its first save", "after a save"])
+def test_a_run_told_where_to_go_on_and_started_again_neither_begins_anew_nor_goes_back_again(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broke: str
+) -> None:
+    flags = ["--bitwise", "--save_every", "2", "--keep_checkpoints", "9"]
+    assert train(*flags, "--run_dir", "first") == 0
+    told = [*flags, "--run_dir", "second", "--resume_from", "first/checkpoints/step-00000002"]
+    second = RunFolder(Path("second"))
+    if broke != "before it was resumed":
+        assert train(*told) == 0
+        for path in checkpoint_paths(second.checkpoints)[1 if broke == "after a save" else 0 :]:
+            shutil.rmtree(path)
+    capsys.readouterr()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train(*told) == 0
+    source = second if broke == "after a save" else RunFolder(Path("first"))
+    assert f"going on from {source.checkpoint(2)} (step 2)" in capsys.readouterr().out
+    assert second.read_status()["weights_sha256"] == RunFolder(Path("first")).read_status()["weights_sha256"]
+    assert [r["step"] for r in read_metrics(second.metrics) if "loss" in r] == [3, 4, 5, 6]

@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
@@ -40,6 +41,8 @@ from drumline.job_command import flag
 from drumline.presets import PRESETS
 
 _DEFAULTS = TrainConfig()
+_PROCESS = SimpleNamespace(is_ours=False)
+"""Whether this process is the `drumline` command and nothing else, so that it can be forked and ended at any time."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 app = App(
@@ -149,7 +152,7 @@ def train(
     if ranks.nproc and "RANK" not in os.environ:
         from drumline.forked import start_server
 
-        start_server(ranks.nproc, early=True)
+        start_server(ranks.nproc, early=_PROCESS.is_ours)
     from drumline.launch import launch_training, ranks_to_start, train_here
 
     nproc = ranks_to_start(settings)
@@ -299,17 +302,19 @@ def drill(
 def main(argv: Sequence[str] | None = None) -> None:
     """The `drumline` command."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _PROCESS.is_ours = argv is None
     if words[:1] == ["train"] and not {"RANK", "SLURM_PROCID"} & set(os.environ):
         # Until the loop or the supervisor takes over there is nothing to save: a run that is told to stop just ends.
         # A rank dies of these signals instead: while it waits for others it would not come to see them.
         for signum in _STOP_SIGNALS:
             signal.signal(signum, _leave)
     code = run_command(words)
-    if "torch" not in sys.modules:
+    uses_gloo = os.environ.get("WORLD_SIZE", "1") != "1" or words[:1] == ["doctor"]
+    if "torch" not in sys.modules or not (_PROCESS.is_ours or uses_gloo):
         sys.exit(code)
     # All is saved and said. Taking an interpreter with torch apart takes a third of a second, and under gloo's threads
     # now and then aborts a process that has done its work: an elastic launcher would then repeat a run that has ended.
-    if os.environ.get("WORLD_SIZE", "1") == "1" and words[:1] != ["doctor"]:
+    if not uses_gloo:
         atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -336,6 +341,8 @@ def run_command(argv: list[str]) -> int:
         return _complain(error, error.exit_code)
     except KeyboardInterrupt:
         return _complain(DrumlineError("interrupted", fix="start the same command again"), EXIT_INTERRUPTED)
+    finally:
+        app.config = []
 
 
 def _layers(argv: list[str]) -> list[tuple[Path, dict[str, Any]]]:

@@ -77,7 +77,8 @@ class Ranks:
 def start_server(nproc: int, *, early: bool = False) -> None:
     """Start the server that `nproc` ranks are forked from, if there is none yet; does not wait for it to be ready.
 
-    early: this process has done nothing yet, so that the server can be forked from it and torch is imported once
+    early: this process has done nothing yet, so that the server can be forked from it and torch is imported once.
+           After a fork, objects of a process that has done something would close files that are no longer theirs
     """
     # Both are read when torch is loaded. Warnings of the ranks' store say only that a peer is gone.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -224,11 +224,11 @@ class Loop:
         found = self._restore(self.resume_from, records)
         step = found.step if found else 0
         self._detours = found.detours if found else []
-        if self.folder.checkpoint(step).exists():
+        if self.world.on_main(self.folder.checkpoint(step).exists):
             saver.saved_step = step
+        elif self.resume_from != "auto" or (step == 0 and self.guard_rules.may_go_back):
+            saver.save(self._state(step))  # should the run break before its next save, it finds its own way back
         self._status("running", step)
-        if step == 0 and self.guard_rules.may_go_back:
-            saver.save(self._state(0))
         return step
 
     def _restore(self, resume_from: str, records: Records) -> RunState | None:

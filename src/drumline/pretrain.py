@@ -39,7 +39,7 @@ from drumline.plots import plot_loss
 from drumline.prepare import ProgressCallback
 from drumline.presets import gpt_config, preset, with_preset
 from drumline.records import JsonlSink, Record, Records, Sink, count
-from drumline.resume import check_resume
+from drumline.resume import check_resume, what_to_resume
 from drumline.retention import Retention
 from drumline.run_folder import RunFolder
 from drumline.runs import build_model, choose_folder
@@ -238,7 +238,7 @@ def _loop(
         seed=config.run.seed,
         lr=partial(learning_rate, optim=optim, total_steps=total_steps),
         grad_clip=_known(config.optim.grad_clip),
-        resume_from=_resume_from(config, world),
+        resume_from=what_to_resume(config.run.resume_from, folder, world, started_again=started_again()),
         allow_change=config.run.allow_change,
         retention=Retention(last=config.run.keep_checkpoints, every=config.run.keep_every, best=config.run.keep_best),
         guard_rules=GuardRules(
@@ -258,11 +258,6 @@ def _loop(
 
 def _flops(model: GPT, batches: TokenBatches, step: int) -> float:
     return model.flops_per_token(batches.context_of(step)) * batches.weight
-
-
-def _resume_from(config: TrainConfig, world: World) -> str:
-    """What the user said holds for the first start: ranks that are started again go on from where they were."""
-    return "auto" if any(world.gather(started_again())) else config.run.resume_from
 
 
 def _save_every(config: TrainConfig, *, total_steps: int) -> int:

@@ -58,13 +58,24 @@ def resume(
     state = RunState(**world.gather(world.together(read))[source])
     if resume_from != "auto":  # what is there is of where the run was, not of where it is told to go on
         if world.is_main:
-            leave_behind(folder, state.step, say=say)
+            assert on_disk is not None
+            leave_behind(folder, on_disk, say=say)
+            folder.resumed.touch()
         if looks:
             snapshots.clear()
     checkpoints.share(model, optimizer, world, source=source)
     where = found.path if found and world.rank == source else f"the memory of rank {source}'s host"
     say(f"going on from {where} (step {state.step:,})")
     return state
+
+
+def what_to_resume(given: str, folder: RunFolder, world: World, *, started_again: bool) -> str:
+    """What the user said, or for ranks that are started again what they have made of it since."""
+    if any(world.gather(started_again)):
+        done = world.on_main(lambda: folder.resumed.exists() and bool(checkpoint_paths(folder.checkpoints)))
+        return "auto" if done else given
+    world.on_main(lambda: folder.resumed.unlink(missing_ok=True))
+    return given
 
 
 def find(resume_from: str, folder: RunFolder, *, say: Say) -> Checkpoint | None:
@@ -99,10 +110,11 @@ def check_resume(resume_from: str, folder: RunFolder) -> None:
         )
 
 
-def leave_behind(folder: RunFolder, step: int, *, say: Say) -> None:
-    """A run that goes back does not meet the checkpoints of the way it left."""
+def leave_behind(folder: RunFolder, found: Checkpoint, *, say: Say) -> None:
+    """A run that goes on from what was found does not meet the checkpoints of the way it left."""
     for path in checkpoint_paths(folder.checkpoints):
-        if step_of(path) > step:
+        is_found = path.absolute() == found.path.absolute()
+        if step_of(path) >= found.step and not is_found:
             say(f"{path.name} is of a way this run has left: {checkpoints.set_aside(path, 'superseded')}")
 
 

@@ -77,6 +77,11 @@ class RunFolder:
         return self.checkpoints / self.checkpoint_name(step)
 
     @property
+    def resumed(self) -> Path:
+        """Is there when what --resume_from asked for has been done: ranks that are started again do not do it again."""
+        return self.path / ".resumed"
+
+    @property
     def identity(self) -> Path:
         return self.path / ".id"
 
