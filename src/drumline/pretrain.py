@@ -310,19 +310,22 @@ def _introduction(config: TrainConfig, data: Data, loop: Loop, *, total_steps: i
         f"vocabulary {data.vocab_size:,}{unreadable}",
         f"step   {plan.formula(loop.world.size)} = {plan.sequences} sequences "
         f"= {plan.sequences * batches.weight:,} tokens",
-        f"lr     {_lr_formula(config.optim, plan.sequences)}",
+        f"lr     {_lr_formula(config.optim, plan.sequences, muon_lr=preset(config.model.preset).muon_lr)}",
         f"steps  {total_steps:,}, which is {total_steps * plan.sequences / batches.items:.2f} epochs{short}",
     ]
 
 
-def _lr_formula(optim: OptimConfig, sequences: int) -> str:
+def _lr_formula(optim: OptimConfig, sequences: int, *, muon_lr: float) -> str:
     formula, peak = f"{optim.lr:g}", _known(scaled(optim, sequences=sequences).lr)
     if optim.scale_lr != "none":
         root = "square root of " if optim.scale_lr == "sqrt" else ""
         formula += f" x {root}({sequences} / {optim.base_batch_size} sequences) = {peak:g}"
     rates = {"embeddings": optim.embedding_lr, "head": optim.head_lr}
     others = [f", {name} {rate * peak / _known(optim.lr):g}" for name, rate in rates.items() if rate is not None]
-    return f"{formula} at its peak by {optim.optimizer}{''.join(others)}"
+    hint = ""
+    if optim.optimizer == "muon" and peak < muon_lr / 8:  # as one would give it to AdamW
+        hint = f"; rates near {muon_lr:g} suit Muon, and --recipe classic is AdamW's way"
+    return f"{formula} at its peak by {optim.optimizer}{''.join(others)}{hint}"
 
 
 def _concluded(config: TrainConfig, data: Data, loop: Loop, records: Records, result: FitResult) -> FitResult:
