@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import traceback
@@ -319,3 +320,27 @@ def test_a_rank_that_is_ahead_keeps_what_it_wrote_of_the_next_checkpoint(tmp_pat
     (outcome,) = run_ranks(one_runs_ahead, [(tmp_path,)])
     assert outcome.value == [0, 0], outcome.err
     assert open_checkpoint(RunFolder(tmp_path / "run").checkpoint(2)).step == 2
+
+
+STAGED = """
+import threading, psutil, torch
+from drumline.staging import Staging
+torch.set_num_threads(4)
+counts = []
+def prepare():
+    before = psutil.Process().num_threads()
+    Staging(torch.device("cpu")).prepare({"weights": torch.empty(1 << 20)})
+    counts.append(psutil.Process().num_threads() - before)
+    torch.zeros(1 << 20).add_(1.0)
+    counts.append(psutil.Process().num_threads() - before)
+thread = threading.Thread(target=prepare)
+thread.start()
+thread.join()
+print(*counts)
+"""
+
+
+def test_making_room_for_a_save_starts_no_threads_that_would_compete_with_training() -> None:
+    done = subprocess.run([sys.executable, "-c", STAGED], capture_output=True, text=True, check=True)
+    by_staging, by_torch = map(int, done.stdout.split())
+    assert by_staging == 0 < by_torch  # what torch itself does in such a thread would
