@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from conftest import small
 from drumline.cli import app, run_command
 from drumline.config_file import sections
 from drumline.errors import EXIT_USAGE, EXIT_USER
+from drumline.run_folder import RunFolder
 from drumline.runs import list_runs
 
 Train = Callable[..., int]
@@ -184,3 +186,15 @@ def test_prepare_writes_what_train_reads(
     shown = capsys.readouterr().out
     assert "skipped 1 unreadable" in shown and "drumline train --train_data_path tokens" in shown
     assert run_command(["train", *small("--train_data_path", "tokens", "--run_dir", "run")]) == 0
+
+
+@pytest.mark.parametrize("ranks", [(), ("--nproc", "2")], ids=["alone", "two ranks"])
+def test_a_run_started_without_standard_streams_trains_and_keeps_its_files_apart(
+    text: Path, tmp_path: Path, ranks: tuple[str, ...]
+) -> None:
+    flags = small("--train_data_path", str(text), "--run_dir", str(tmp_path / "run"), *ranks)
+    command = shlex.join([sys.executable, "-m", "drumline", "train", *flags])
+    done = subprocess.run(["bash", "-c", f"exec {command} <&- >&- 2>&-"], check=False, timeout=120)
+    folder = RunFolder(tmp_path / "run")
+    assert done.returncode == 0 and folder.read_status()["state"] == "finished"
+    assert "finished: " in folder.log.read_text()

@@ -17,10 +17,13 @@ def nothing():
     pass
 
 def work():
-    child = multiprocessing.get_context("forkserver").Process(target=nothing)
-    child.start()
-    child.join()
-    print("rank", child.exitcode, flush=True)
+    codes = []
+    for method in ("fork", "forkserver", "spawn"):
+        child = multiprocessing.get_context(method).Process(target=nothing)
+        child.start()
+        child.join()
+        codes.append(child.exitcode)
+    print("rank", codes, flush=True)
 
 if __name__ == "__main__":
     print("launcher")
@@ -41,7 +44,7 @@ def test_a_rank_may_start_processes_and_says_nothing_that_its_launcher_said(tmp_
     )
     assert done.stderr == ""
     # A file has no lines to wait for: what is printed to it lies in a buffer, which a fork copies.
-    assert sorted(done.stdout.splitlines()) == ["codes {0: 0}", "launcher", "rank 0"]
+    assert sorted(done.stdout.splitlines()) == ["codes {0: 0}", "launcher", "rank [0, 0, 0]"]
 
 
 def test_a_launcher_and_its_ranks_import_torch_once(text: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal
@@ -303,6 +304,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The `drumline` command."""
     words = list(sys.argv[1:] if argv is None else argv)
     _PROCESS.is_ours = argv is None
+    _open_what_is_closed()
     if words[:1] == ["train"] and not {"RANK", "SLURM_PROCID"} & set(os.environ):
         # Until the loop or the supervisor takes over there is nothing to save: a run that is told to stop just ends.
         # A rank dies of these signals instead: while it waits for others it would not come to see them.
@@ -316,9 +318,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     # now and then aborts a process that has done its work: an elastic launcher would then repeat a run that has ended.
     if not uses_gloo:
         atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    from drumline.records import flush_console
+
+    flush_console()
     os._exit(code)
+
+
+def _open_what_is_closed() -> None:
+    """Some start programs without standard streams; the next file that is opened must not take the place of one."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            with suppress(OSError):
+                os.fstat(number)
+                continue
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def _leave(signum: int, frame: Any) -> None:

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import traceback
@@ -21,9 +20,10 @@ import psutil
 from drumline.causes import is_to_tell, record_cause
 from drumline.errors import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError
 from drumline.heartbeat import Pulse, die_with_parent
-from drumline.records import tell
+from drumline.records import flush_console, tell
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+_spawn = util.spawnv_passfds
 _LONGEST_TMPDIR = 60
 _PRELOAD = [
     "drumline.preload",  # first of all: the rest takes seconds
@@ -96,14 +96,12 @@ def _forking() -> Iterator[None]:
     """Have multiprocessing fork its server from this process instead of starting another interpreter."""
     import torch  # noqa: F401
 
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or the server would say it again
-    spawn = util.spawnv_passfds
+    flush_console()  # or the server would say it again
     util.spawnv_passfds = _fork  # type: ignore[assignment]
     try:
         yield
     finally:
-        util.spawnv_passfds = spawn
+        util.spawnv_passfds = _spawn
 
 
 def _fork(path: str, words: list[str], passed: list[int]) -> int:
@@ -112,6 +110,7 @@ def _fork(path: str, words: list[str], passed: list[int]) -> int:
     if pid:
         return pid
     try:
+        util.spawnv_passfds = _spawn  # ranks may start programs
         for name in os.listdir("/dev/fd"):
             if int(name) > 2 and int(name) not in passed:
                 with contextlib.suppress(OSError):
@@ -171,9 +170,7 @@ def _rank(environ: dict[str, str], work: Callable[..., Any], args: tuple[Any, ..
     code = _outcome(work, args)
     if code in (0, EXIT_STOPPED):
         leave()  # others may still read what this rank keeps
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+    flush_console()
     # Taking the interpreter apart under gloo's threads now and then aborts a process that has done its work.
     os._exit(code)
 

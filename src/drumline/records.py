@@ -137,6 +137,13 @@ def tell(error: DrumlineError) -> None:
         _to_stderr("\n".join([*lines, f"  fix: {' '.join(error.fix.split())}"]))
 
 
+def flush_console() -> None:
+    """Write out what was printed; where nobody can read it any more, or never could, that is all right."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
 def _to_stderr(text: str) -> None:
     with suppress(OSError, ValueError):  # there is nowhere left to say it
         print(text, file=sys.stderr, flush=True)
