@@ -1,6 +1,7 @@
 """One thread per process: the machine's cores are shared by test workers and the processes they start."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,10 @@ os.environ.pop("WANDB_API_KEY", None)
 import pytest
 
 from drumline.cli import run_command
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell lets what it starts in the background ignore Ctrl-C, and so would all that a test starts and interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _SMALL = (
     "--n_layers 1 --n_heads 2 --d_model 16 --d_ff 32 --context 16 --batch_size 4 --vocab_size 300 --total_steps 6 "
