@@ -89,6 +89,16 @@ def test_a_resume_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     assert steps(folder) == [2]
 
 
+def test_a_disk_that_takes_no_mark_keeps_no_run_from_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path / "run")
+    save(folder, 2)
+    monkeypatch.setattr(RunFolder, "resumed", tmp_path / "not there" / ".resumed")
+    model, optimizer = trained()
+    memory = Snapshots(tmp_path / "memory", folder)
+    found = resume("2", folder, ALONE, model, optimizer, facts={}, allow_change=(), snapshots=memory, say=print)
+    assert found is not None and found.step == 2
+
+
 @pytest.mark.parametrize("broke", ["before it was resumed", "before its first save", "after a save"])
 def test_a_run_told_where_to_go_on_and_started_again_neither_begins_anew_nor_goes_back_again(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broke: str

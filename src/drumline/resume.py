@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ def resume(
         if world.is_main:
             assert on_disk is not None
             leave_behind(folder, on_disk, say=say)
-            folder.resumed.touch()
+            with suppress(OSError):  # a disk in trouble: ranks that are started again then do the same once more
+                folder.resumed.touch()
         if looks:
             snapshots.clear()
     checkpoints.share(model, optimizer, world, source=source)

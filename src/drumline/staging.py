@@ -20,7 +20,7 @@ class Staging:
         for name, tensor in tensors.items():
             buffer = self._buffer(name, tensor)
             # Not by torch: it would start OpenMP's threads a second time for this thread, and where there are more of
-            # them than cores none waits actively any more, which makes every step of training a quarter slower.
+            # them than cores none waits actively any more, which slows every step of training.
             ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)
 
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
