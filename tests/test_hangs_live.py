@@ -42,6 +42,7 @@ class Faults:
                 ctypes.PyDLL(None).sleep(1000)  # a call into C that does not let Python's other threads run
             if due == "stopped":
                 os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(1000)  # let go on to show its stack, it is still here
             sys.exit(0) if due == "exit" else os._exit(0)
 
 class Data:

@@ -34,7 +34,7 @@ _PROGRESS, _TICK = struct.Struct("=dqq16s"), struct.Struct("=d")
 _TICK_AT, _SIZE = _PROGRESS.size, _PROGRESS.size + _TICK.size
 _TICK_EVERY_S, _FROZEN_S = 0.1, 1.5
 _LEAST_LIMIT_S, _MEDIANS, _PATIENT = 60.0, 20, 10
-_OTHERS_S, _STACKS_S = 3.0, 1.0
+_OTHERS_S, _STACKS_S = 3.0, 3.0
 _PR_SET_PDEATHSIG = 1
 
 
