@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from header import header
+from nanogpt import NanoGPT
 from torch import Tensor, nn
 
 from drumline.config import GPTConfig, ModelSettings, OptimConfig, TrainConfig
@@ -61,44 +61,6 @@ CASES = {
     "nanogpt": Case(preset="gpt2", compile=True, plain=True),
 }
 FIRST_STEP_AGAIN = ("classic", "modern")
-
-
-class NanoGPT(nn.Module):
-    """The baseline's model."""
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.embed, self.places = nn.Embedding(VOCAB, config.d_model), nn.Embedding(CONTEXT, config.d_model)
-        self.blocks = nn.ModuleList(NanoBlock(config) for _ in range(config.n_layers))
-        self.norm = nn.LayerNorm(config.d_model, bias=False)
-        for name, weight in self.named_parameters():
-            if weight.dim() == 2:
-                residual = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(weight, std=0.02 / math.sqrt(2 * config.n_layers) if residual else 0.02)
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(ids) + self.places(torch.arange(ids.size(1), device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = F.linear(self.norm(x), self.embed.weight)
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
-
-
-class NanoBlock(nn.Module):
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        d, self.heads = config.d_model, config.n_heads
-        self.n1, self.n2 = nn.LayerNorm(d, bias=False), nn.LayerNorm(d, bias=False)
-        self.qkv, self.out = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
-        self.up, self.down = nn.Linear(d, 4 * d, bias=False), nn.Linear(4 * d, d, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, d = x.shape
-        q, k, v = (p.view(b, t, self.heads, -1).transpose(1, 2) for p in self.qkv(self.n1(x)).split(d, dim=2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).contiguous().view(b, t, d))
-        output: Tensor = x + self.down(F.gelu(self.up(self.n2(x))))
-        return output
 
 
 def nanogpt_step(config: GPTConfig, ids: Tensor, targets: Tensor) -> Step:

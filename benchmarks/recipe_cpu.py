@@ -27,16 +27,20 @@ from drumline.presets import PRESETS
 from drumline.records import read_metrics
 
 PRESET = PRESETS["modern-tiny"]
-WITHOUT = {
-    "nothing": "",
-    "Muon (AdamW at 0.002 instead)": "--optimizer adamw",
+PARTS = {
     "the untied head": "--tie_embeddings",
     "projections that start at zero": "--init gpt2",
     "value tables": "--value_tables 0",
     "the cap on logits": "--softcap 0",
     "norms without weights": "--norm_weights",
-    "whole contexts in the first half": "--short_contexts 0.5",
     "its schedule (cosine to a tenth instead)": "--schedule cosine --warmup_steps 3 --min_lr_ratio 0.1",
+}
+"""What can be left out of the recipe in the same way at any size, and the flags that do so."""
+WITHOUT = {
+    "nothing": "",
+    "Muon (AdamW at 0.002 instead)": "--optimizer adamw",
+    **PARTS,
+    "whole contexts in the first half": "--short_contexts 0.5",
 }
 """What is left out, and the flags that do so."""
 

@@ -282,6 +282,8 @@ class RunConfig:
     """Of the matrix products; weights stay float32. auto: bfloat16 on GPUs that have it, else float32."""
     compile: bool = False
     """Compile the model with torch.compile: slower start, faster steps."""
+    fp8: bool = False
+    """Train feed-forward and output head in float8, the rest in bfloat16: modern GPTs on a Hopper GPU (H100, H200)."""
     eval_every: int | None = None
     """Steps between held-out evaluations. Default: a tenth of the run."""
     eval_windows: int = 128

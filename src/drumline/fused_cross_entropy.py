@@ -1,6 +1,7 @@
 """A Triton kernel that turns bf16 logits, in place, into the gradient of their cross entropy, and gives their losses.
 
-A row is read from memory once (its second reading comes from the cache) and written once; all arithmetic is float32.
+For products in float8 it leaves the logits alone and writes the gradient in that format. A row is read from memory
+once (its second reading comes from the cache) and written once; all arithmetic is float32.
 Only linear_cross_entropy.py uses this, on CUDA; its plain version is what this must equal.
 """
 
@@ -22,13 +23,16 @@ def _capped(x, softcap: tl.constexpr):
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits,  # bf16 (rows, vocab): read, then overwritten with the gradient
+    logits,  # bf16 (rows, vocab): read, then overwritten with the gradient unless that is float8
+    float8,  # e5m2 (rows, vocab), written if FLOAT8
     targets,  # int64 (rows)
     losses,  # float32 (rows), written
     vocab: tl.constexpr,
     ignored: tl.constexpr,
     softcap: tl.constexpr,
+    scale: tl.constexpr,  # what the gradient is multiplied with
     GRADIENT: tl.constexpr,
+    FLOAT8: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program: one row."""
@@ -59,7 +63,7 @@ def _cross_entropy_kernel(
     loss = tl.where(known, normaliser - wanted, float("nan"))
     tl.store(losses + row, tl.where(target == ignored, 0.0, loss))
     if GRADIENT:
-        counts = tl.where(target == ignored, 0.0, 1.0)
+        counts = tl.where(target == ignored, 0.0, scale)
         for start in range(0, vocab, BLOCK):
             columns = start + offsets
             x = tl.load(base + columns, mask=columns < vocab, other=0.0).to(tl.float32)
@@ -68,21 +72,49 @@ def _cross_entropy_kernel(
             gradient = tl.exp2((x - normaliser) * _LOG2_E) - tl.where(columns == target, 1.0, 0.0)
             if softcap > 0.0:
                 gradient *= 1.0 - (x / softcap) * (x / softcap)
-            tl.store(base + columns, (gradient * counts).to(tl.bfloat16), mask=columns < vocab)
+            if FLOAT8:
+                at = float8 + row * vocab + columns
+                tl.store(at, (gradient * counts).to(tl.float8e5), mask=columns < vocab)
+            else:
+                tl.store(base + columns, (gradient * counts).to(tl.bfloat16), mask=columns < vocab)
 
 
 def cross_entropy_in_place(logits: Tensor, targets: Tensor, *, ignored: int, softcap: float, gradient: bool) -> Tensor:
     """Each row's loss, float32 (N); with `gradient`, bf16 logits (N, V) become the loss's gradient by them."""
+    return _losses(logits, None, targets, ignored=ignored, softcap=softcap, scale=1.0, gradient=gradient)
+
+
+def cross_entropy_to_float8(
+    logits: Tensor, targets: Tensor, *, ignored: int, softcap: float, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Each row's loss, float32 (N), and `scale` times its gradient by the bf16 logits, e5m2 (N, V)."""
+    float8 = torch.empty_like(logits, dtype=torch.float8_e5m2)
+    return _losses(logits, float8, targets, ignored=ignored, softcap=softcap, scale=scale, gradient=True), float8
+
+
+def _losses(
+    logits: Tensor,
+    float8: Tensor | None,
+    targets: Tensor,
+    *,
+    ignored: int,
+    softcap: float,
+    scale: float,
+    gradient: bool,
+) -> Tensor:
     rows, vocab = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     _cross_entropy_kernel[(rows,)](
         logits,
+        float8,
         targets,
         losses,
         vocab=vocab,
         ignored=ignored,
         softcap=softcap,
+        scale=scale,
         GRADIENT=gradient,
+        FLOAT8=float8 is not None,
         BLOCK=min(8192, triton.next_power_of_2(vocab)),
         num_warps=16,
     )

@@ -3,36 +3,59 @@
 They fit a modern model (rotary positions, RMSNorm, normalised queries and keys, squared ReLU, no biases) without
 dropout and shared key/value heads, in bfloat16 on a Hopper GPU. Weights stay float32 parameters with the names that a
 GPT gives them, so optimizer, ranks and checkpoints see no difference; each forward casts them once. To train with
-them: `--model drumline.fused_gpt:FusedGPT`.
+them: `--model drumline.fused_gpt:FusedGPT`; `--fp8` means them too, with feed-forward and head in float8 (fused_fp8).
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
+from dataclasses import fields, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drumline.config import GPTConfig
+from drumline.config import GPTConfig, TrainConfig
+from drumline.errors import ConfigError
 from drumline.hardware import is_hopper
-from drumline.model import GPT, KVCache, RMSNorm, TransformerBlock
+from drumline.linear_cross_entropy import linear_cross_entropy
+from drumline.model import GPT, FeedForward, KVCache, RMSNorm, TransformerBlock
+from drumline.presets import gpt_config
+
+_FUSED, _FLOAT8 = "drumline.fused_gpt:FusedGPT", "drumline.fused_gpt:Float8GPT"
+_TOKENS_MULTIPLE = 128
 
 
 class FusedGPT(GPT):
     """GPT's function, names and weights."""
 
+    fp8 = False
+    """Whether training computes feed-forward and head in float8, where the kernels fit; evaluation never does."""
+
     def hidden(self, input_ids: Tensor, *, documents: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        fits_in = input_ids.size(1) <= self.config.max_position_embeddings and input_ids.numel() % 128 == 0
+        fits_in = input_ids.size(1) <= self.config.max_position_embeddings and input_ids.numel() % _TOKENS_MULTIPLE == 0
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32
         if documents is None and cache is None and fits_in and self.is_fused(input_ids.device, dtype):
-            return _hidden(self, input_ids)
+            return _hidden(self, input_ids, fp8=self.fp8 and self.training)
         return super().hidden(input_ids, documents=documents, cache=cache)
+
+    def summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        fits_in = targets.numel() % _TOKENS_MULTIPLE == 0 and self.config.vocab_size % 16 == 0
+        if self.fp8 and self.training and fits_in and self.is_fused(hidden.device, hidden.dtype):
+            return linear_cross_entropy(hidden, self.head_weight, targets, softcap=self.config.softcap, fp8=True)
+        return super().summed_loss(hidden, targets)
 
     def is_fused(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether training on this device, with products in this format, runs through the kernels."""
         return dtype == torch.bfloat16 and has_kernels(device) and fits(self.config)
+
+
+class Float8GPT(FusedGPT):
+    """What --fp8 trains."""
+
+    fp8 = True
 
 
 @functools.cache
@@ -41,9 +64,14 @@ def has_kernels(device: torch.device) -> bool:
     return is_hopper(device) and importlib.util.find_spec("triton") is not None
 
 
-@functools.cache
 def fits(config: GPTConfig) -> bool:
-    """Whether the kernels compute what this config describes: any option that they do not know is one too many."""
+    """Whether the kernels compute what this config describes."""
+    return not misfits(config)
+
+
+@functools.cache
+def misfits(config: GPTConfig) -> tuple[str, ...]:
+    """What a config has that the kernels do not compute: any option that they do not know is one too many."""
     known = GPTConfig(
         vocab_size=config.vocab_size,
         max_position_embeddings=config.max_position_embeddings,
@@ -64,33 +92,71 @@ def fits(config: GPTConfig) -> bool:
         qk_norm=True,
         bias=False,
     )
-    head_width = config.head_width
-    return (
-        config == known
-        and config.kv_heads == config.n_heads
-        and 16 <= head_width <= 256
-        and head_width & (head_width - 1) == 0
-        and config.d_model % 64 == 0
-        and config.d_ff % 256 == 0
-    )
+    values = {field.name: (getattr(config, field.name), getattr(known, field.name)) for field in fields(GPTConfig)}
+    found = [f"{name} {has} instead of {wanted}" for name, (has, wanted) in values.items() if has != wanted]
+    width = config.head_width
+    if config.kv_heads != config.n_heads:
+        found.append(f"{config.kv_heads} key/value heads for {config.n_heads} heads")
+    if not 16 <= width <= 256 or width & (width - 1):
+        found.append(f"heads {width} wide (d_model / n_heads), not 16, 32, 64, 128 or 256")
+    for name, value, multiple in (("d_model", config.d_model, 64), ("d_ff", config.d_ff, 256)):
+        if value % multiple:
+            found.append(f"{name} {value}, not a multiple of {multiple}")
+    return tuple(found)
 
 
-def _hidden(model: GPT, input_ids: Tensor) -> Tensor:
+def check_fp8(config: TrainConfig, device: torch.device) -> None:
+    """Refuse --fp8 where a run could not keep to it. config: filled in"""
+    if not config.run.fp8:
+        return
+    assert config.model.context is not None
+    unfit = misfits(gpt_config(config.model, vocab_size=1))
+    if config.model.model not in ("gpt", _FUSED):
+        problem, fix = f"is for drumline's own GPT, not for --model {config.model.model}", "use --model gpt"
+    elif unfit:
+        problem = f"has no kernels for this model: {'; '.join(unfit)}"
+        fix = "use the shape and parts of --preset modern"
+    elif config.model.context % _TOKENS_MULTIPLE:
+        problem = f"needs a context that is a multiple of {_TOKENS_MULTIPLE} tokens, not {config.model.context}"
+        fix = f"choose another --context, as {-(-config.model.context // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE}"
+    elif config.data.document_mask:
+        problem, fix = "has no kernels for attention within documents", "leave out --document_mask"
+    elif config.ranks.bitwise:
+        problem, fix = "does not promise the same bits, as --bitwise does", "leave out --bitwise"
+    elif config.run.dtype not in ("auto", "bfloat16"):
+        problem, fix = f"computes the rest in bfloat16, not in {config.run.dtype}", "use --dtype bfloat16"
+    elif not is_hopper(device):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type}"
+        problem, fix = f"needs a Hopper GPU (H100, H200), and this run computes on {name}", "train on one"
+    elif not has_kernels(device):
+        problem, fix = "needs Triton, which is not installed", "pip install triton"
+    else:
+        return
+    raise ConfigError(f"--fp8 {problem}", fix=f"{fix}, or leave out --fp8")
+
+
+def with_kernels(config: TrainConfig) -> TrainConfig:
+    """The config of the model to build: with --fp8 a Float8GPT."""
+    return replace(config, model=replace(config.model, model=_FLOAT8)) if config.run.fp8 else config
+
+
+def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:
     """As GPT.hidden: int64 (B, T) -> bf16 (B, T, D).
 
     What a part adds to the residual stream is added in the norm that follows, which has to read the stream anyway.
     """
-    from drumline.fused_ops import add_rms_norm, embedding, qkv, relu2_mlp  # needs Triton
+    from drumline.fused_ops import add_rms_norm, embedding, qkv  # needs Triton
 
     assert model.rope is not None
     rope = model.rope[:, : input_ids.size(1)]
     ones = rope.new_ones(model.config.d_model)
     extra_values = model.extra_values(input_ids, embedding)
     x = embedding(input_ids, model.token_embedding.weight).flatten(0, 1)  # (N, D)
+    feed_forwards = _feed_forwards(model, fp8=fp8)
     delta: Tensor | None = None
     for layer, block in enumerate(model.blocks):
         assert isinstance(block, TransformerBlock)
-        attention, feed_forward = block.attention, block.feed_forward
+        attention = block.attention
         x, normed = add_rms_norm(x, delta, _weight(block.attention_norm, ones))
         q, k, v = qkv(
             normed,
@@ -105,8 +171,27 @@ def _hidden(model: GPT, input_ids: Tensor) -> Tensor:
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         attended = F.linear(y.transpose(1, 2).reshape(x.shape), attention.out.weight.bfloat16())  # (N, D)
         x, normed = add_rms_norm(x, attended, _weight(block.feed_forward_norm, ones))
-        delta = relu2_mlp(normed, feed_forward.up.weight.bfloat16(), feed_forward.down.weight.bfloat16())
+        delta = feed_forwards[layer](normed)
     return add_rms_norm(x, delta, _weight(model.final_norm, ones))[1].view(*input_ids.shape, -1)
+
+
+def _feed_forwards(model: GPT, *, fp8: bool) -> list[Callable[[Tensor], Tensor]]:
+    """Each layer's feed-forward part: bf16 (N, D) -> bf16 (N, D)."""
+    from drumline import fused_fp8, fused_ops
+
+    parts = [part for part in model.modules() if isinstance(part, FeedForward)]
+    weights = [(part.up.weight, part.down.weight) for part in parts]
+    if fp8:
+        copies = fused_fp8.float8_weights([weight for pair in weights for weight in pair])
+        return [
+            functools.partial(fused_fp8.relu2_mlp, up=up, down=down, up8=up8, down8=down8)
+            for (up, down), up8, down8 in zip(weights, copies[::2], copies[1::2], strict=True)
+        ]
+
+    def in_bfloat16(x: Tensor, *, up: Tensor, down: Tensor) -> Tensor:
+        return fused_ops.relu2_mlp(x, up.bfloat16(), down.bfloat16())
+
+    return [functools.partial(in_bfloat16, up=up, down=down) for up, down in weights]
 
 
 def _weight(norm: nn.Module | None, ones: Tensor) -> Tensor:

@@ -21,22 +21,28 @@ _ROWS_AT_ONCE = {"cpu": 512}
 _ROWS_AT_ONCE_ELSEWHERE = 8192
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, *, softcap: float = 0.0) -> Tensor:
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, softcap: float = 0.0, fp8: bool = False
+) -> Tensor:
     """Cross entropy of the targets summed over all positions, in nats: float32 scalar.
 
     hidden:  (..., D)
     weight:  (V, D), the output matrix
     targets: int64 (...); -100 marks a position that does not count
     softcap: logits x become softcap * tanh(x / softcap); 0 leaves them alone
+    fp8:     products in float8, for training; hidden must be what a norm gave, all sizes multiples of 16
 
-    Under autocast the products have its format, as F.linear's would.
+    Under autocast the other products have its format, as F.linear's would.
     """
     rows, wanted = hidden.flatten(0, -2), targets.flatten()  # (N, D), (N)
     device = rows.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
     if dtype == torch.float16:  # too small a range for gradients that have not been scaled
         return linear_cross_entropy_reference(rows, weight, wanted, softcap=softcap)
-    loss: Tensor = _by_parts(rows.to(dtype), weight.to(dtype), wanted, softcap)
+    if fp8:
+        loss: Tensor = _by_parts(_Float8LinearCrossEntropy, rows, weight, wanted, softcap)
+    else:
+        loss = _by_parts(_LinearCrossEntropy, rows.to(dtype), weight.to(dtype), wanted, softcap)
     return loss
 
 
@@ -52,9 +58,17 @@ def capped(logits: Tensor, softcap: float) -> Tensor:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _by_parts(hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float) -> Tensor:
-    loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, targets, softcap)  # type: ignore[no-untyped-call]
+def _by_parts(
+    way: type[torch.autograd.Function], hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float
+) -> Tensor:
+    loss: Tensor = way.apply(hidden, weight, targets, softcap)  # type: ignore[no-untyped-call]
     return loss
+
+
+def _parts(rows: int, device: torch.device) -> list[slice]:
+    """Which rows to take at once."""
+    at_once = _ROWS_AT_ONCE.get(device.type, _ROWS_AT_ONCE_ELSEWHERE)
+    return [slice(start, start + at_once) for start in range(0, rows, at_once)]
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -63,9 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         trains = any(ctx.needs_input_grad)
         by_hidden, by_weight = (torch.empty_like(hidden), torch.zeros_like(weight)) if trains else (hidden, weight)
         losses = []
-        at_once = _ROWS_AT_ONCE.get(hidden.device.type, _ROWS_AT_ONCE_ELSEWHERE)
-        for start in range(0, len(hidden), at_once):
-            part = slice(start, start + at_once)
+        for part in _parts(len(hidden), hidden.device):
             logits = hidden[part] @ weight.t()  # (n, V)
             losses.append(_cross_entropy(logits, targets[part], softcap=softcap, gradient=trains).sum())
             if trains:  # the logits are their own gradient now
@@ -78,6 +90,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         by_hidden, by_weight = ctx.saved_tensors
         return by_hidden * gradient.to(by_hidden.dtype), by_weight * gradient.to(by_weight.dtype), None, None
+
+
+class _Float8LinearCrossEntropy(torch.autograd.Function):
+    """All three products in float8; the logits in between are bf16, and their gradient is e5m2."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float) -> Tensor:
+        from drumline import fused_fp8 as f8
+
+        by_hidden, by_weight, losses = torch.empty_like(hidden), None, []
+        (matrix,) = f8.float8_weights([weight])
+        inverse, fast = f8.scalar(1.0 / f8.LOGIT_TOP, hidden.device), f8.FAST_GRADIENTS
+        for part in _parts(len(hidden), hidden.device):
+            rows = f8.float8_normed(hidden[part])
+            logits = f8.product(rows.straight, matrix.straight, rows.inverse, matrix.inverse, fast=True)  # (n, V)
+            loss, gradient = _cross_entropy_to_float8(logits, targets[part], softcap=softcap, scale=f8.LOGIT_TOP)
+            del logits  # makes room for the turned gradient
+            losses.append(loss.sum())
+            by_hidden[part] = f8.product(gradient, matrix.turned, inverse, matrix.inverse, fast=fast)
+            share = f8.product(f8.transposed(gradient), rows.turned, inverse, rows.inverse, fast=fast)
+            by_weight = share if by_weight is None else by_weight.add_(share)
+        ctx.save_for_backward(by_hidden, by_weight)
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        by_hidden, by_weight = ctx.saved_tensors
+        # As (1, 1) it makes the product float32, the weight's own format, in the same pass.
+        return by_hidden * gradient.to(by_hidden.dtype), by_weight * gradient.reshape(1, 1), None, None
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, *, softcap: float, gradient: bool) -> Tensor:
@@ -104,3 +145,23 @@ def cross_entropy_in_place_reference(logits: Tensor, targets: Tensor, *, softcap
             by_values *= 1.0 - (values / softcap).square()
         logits.copy_(by_values)
     return losses
+
+
+def _cross_entropy_to_float8(logits: Tensor, targets: Tensor, *, softcap: float, scale: float) -> tuple[Tensor, Tensor]:
+    """Each row's loss, float32 (n), and `scale` times its gradient by the logits, e5m2 (n, V)."""
+    if logits.is_cuda:
+        from drumline.fused_cross_entropy import cross_entropy_to_float8
+
+        return cross_entropy_to_float8(logits, targets, ignored=IGNORED, softcap=softcap, scale=scale)
+    return cross_entropy_to_float8_reference(logits, targets, softcap=softcap, scale=scale)
+
+
+def cross_entropy_to_float8_reference(
+    logits: Tensor, targets: Tensor, *, softcap: float, scale: float
+) -> tuple[Tensor, Tensor]:
+    """As fused_cross_entropy's."""
+    from drumline.fused_fp8 import rounded
+
+    values = logits.float()
+    losses = cross_entropy_in_place_reference(values, targets, softcap=softcap, gradient=True)
+    return losses, rounded(values * scale, torch.float8_e5m2)

@@ -91,7 +91,7 @@ class GPT(nn.Module):
             )
         hidden = self.hidden(input_ids, documents=merge_documents(attention_mask, document_ids), cache=cache)
         if targets is not None:
-            return None, linear_cross_entropy(hidden, self.head_weight, targets, softcap=self.config.softcap)
+            return None, self.summed_loss(hidden, targets)
         logits = self.logits(hidden)
         if labels is None:
             return logits, None
@@ -140,6 +140,10 @@ class GPT(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, T, D) -> (B, T, V)."""
         return capped(F.linear(hidden, self.head_weight), self.config.softcap)
+
+    def summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Cross entropy without the logits of all positions at once: (B, T, D), int64 (B, T) -> float32 scalar."""
+        return linear_cross_entropy(hidden, self.head_weight, targets, softcap=self.config.softcap)
 
     @property
     def head_weight(self) -> Tensor:

@@ -27,7 +27,7 @@ from drumline.config_file import differences, from_settings, read_settings, sect
 from drumline.disk import replace_text
 from drumline.errors import ConfigError
 from drumline.evaluate import evaluate
-from drumline.fused_gpt import FusedGPT
+from drumline.fused_gpt import FusedGPT, check_fp8, with_kernels
 from drumline.guard import GuardRules
 from drumline.hardware import allow_tf32, pick_dtype
 from drumline.heartbeat import ATTEMPT, promise_an_ending, started_again, tell_run_dir, under_torchrun
@@ -72,7 +72,7 @@ def pretrain(config: TrainConfig, *, progress: ProgressCallback | None = None) -
 
 
 def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | None) -> FitResult:
-    config = world.together(lambda: _filled_in(config))
+    config = world.together(lambda: _filled_in(config, world.device))
     folder = RunFolder(Path(world.on_main(lambda: str(choose_folder(config).path))))
     world.on_main(lambda: check_resume(config.run.resume_from, folder))
     stored = _stored(folder, world)
@@ -108,10 +108,11 @@ def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | No
         return _concluded(config, data, loop, records, result) if world.is_main else result
 
 
-def _filled_in(config: TrainConfig) -> TrainConfig:
+def _filled_in(config: TrainConfig, device: torch.device) -> TrainConfig:
     """With the preset's settings; refuses what cannot work before any text is prepared."""
     config = with_preset(config)
     gpt_config(config.model, vocab_size=1)
+    check_fp8(config, device)
     if config.batch.short_contexts and _known(config.model.context) % SHORTER:
         raise ConfigError(
             f"a context of {config.model.context} tokens cannot be read as {SHORTER} short ones",
@@ -207,7 +208,7 @@ def _loop(
 ) -> Loop:
     allow_tf32()
     torch.manual_seed(mix(config.run.seed))
-    model = world.together(lambda: build_model(config, vocab_size=data.vocab_size)).to(world.device)
+    model = world.together(lambda: build_model(with_kernels(config), vocab_size=data.vocab_size)).to(world.device)
     facts = {"train_data": data.train.sha256 or f"{len(data.train)} tokens", "vocab_size": data.vocab_size}
     compare(
         world,
@@ -305,7 +306,8 @@ def _introduction(config: TrainConfig, data: Data, loop: Loop, *, total_steps: i
     return [
         f"run    {loop.folder.path}",
         f"model  {config.model.preset}: {count(parameters)} parameters, context {batches.weight}, "
-        f"on {precision.device.type} in {str(precision.dtype).removeprefix('torch.')}",
+        f"on {precision.device.type} in {str(precision.dtype).removeprefix('torch.')}"
+        f"{' and float8' if config.run.fp8 else ''}",
         f"data   {config.data.train_data_path}: {count(len(data.train))} tokens, {held_out}, "
         f"vocabulary {data.vocab_size:,}{unreadable}",
         f"step   {plan.formula(loop.world.size)} = {plan.sequences} sequences "
