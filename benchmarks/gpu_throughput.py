@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_throughput.py                  # everything, some minutes
     python benchmarks/gpu_throughput.py modern nanogpt   # some of it
+    python benchmarks/gpu_throughput.py modern --profile # and which kernels its time goes to
 
 A step is drumline's own train_step (forward, backward, clipping, optimizer) on random tokens of context 1024, timed by
 the host's clock over all steps, synchronised at both ends. `nanogpt` is the baseline: nanoGPT's model and settings (no
@@ -25,15 +26,17 @@ from typing import Any
 import torch
 from header import header
 from nanogpt import NanoGPT
-from torch import Tensor, nn
+from torch import Tensor
 
 from drumline.config import GPTConfig, ModelSettings, OptimConfig, TrainConfig
-from drumline.fused_gpt import FusedGPT
+from drumline.fused_gpt import Float8GPT, FusedGPT
+from drumline.graphs import with_graphs
 from drumline.hardware import allow_tf32, peak_flops
 from drumline.model import GPT
 from drumline.optim import make_optimizer
 from drumline.parallel import Plain
 from drumline.presets import gpt_config, with_preset
+from drumline.pretrain import token_objective
 from drumline.step import Precision, train_step
 
 CONTEXT, VOCAB = 1024, 50304
@@ -48,13 +51,16 @@ class Case:
     compile: bool = False
     plain: bool = False
     """Without fused kernels."""
+    fp8: bool = False
     steps: int = 60
 
 
 CASES = {
     "classic": Case(preset="gpt2", compile=True),
     "modern": Case(preset="modern"),
+    "modern-fp8": Case(preset="modern", fp8=True),
     "modern-recipe": Case(preset="modern", recipe="modern"),
+    "modern-recipe-fp8": Case(preset="modern", recipe="modern", fp8=True),
     "modern-plain": Case(preset="modern", plain=True, compile=True),
     "modern-medium": Case(preset="modern-medium", batch_size=16, steps=40),
     "modern-xl": Case(preset="modern-xl", batch_size=16, steps=12),
@@ -86,19 +92,14 @@ def nanogpt_step(config: GPTConfig, ids: Tensor, targets: Tensor) -> Step:
 
 def drumline_step(model: GPT, optim: OptimConfig, ids: Tensor, targets: Tensor) -> Step:
     precision = Precision.of(torch.device("cuda"), torch.bfloat16)
-    optimizer, strategy = make_optimizer(model, optim), Plain(model)
+    optimizer, strategy = make_optimizer(model, optim), with_graphs(Plain(model), model, precision)
     numbers: dict[str, Any] = {"weight": ids.numel(), "lr": optim.lr, "grad_clip": optim.grad_clip}
 
     def step() -> float:
-        batches = [(ids, targets)]
-        return train_step(model, optimizer, batches, summed_loss, strategy, precision=precision, **numbers).loss
+        batches = [(ids, targets, None)]
+        return train_step(model, optimizer, batches, token_objective, strategy, precision=precision, **numbers).loss
 
     return step
-
-
-def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    loss: Tensor = model(batch[0], targets=batch[1])[1]
-    return loss
 
 
 def build(case: Case, device: torch.device) -> tuple[GPT, OptimConfig]:
@@ -107,11 +108,21 @@ def build(case: Case, device: torch.device) -> tuple[GPT, OptimConfig]:
     shape = gpt_config(config.model, vocab_size=VOCAB)
     torch.manual_seed(0)
     with device:
-        model = GPT(shape) if case.plain else FusedGPT(shape)
+        model = (GPT if case.plain else Float8GPT if case.fp8 else FusedGPT)(shape)
     return model, replace(config.optim, lr=3e-4) if case.recipe == "classic" else config.optim
 
 
-def measure(name: str, *, steps: int) -> dict[str, Any]:
+def kernels(step: Step, *, steps: int = 5) -> list[tuple[str, float, float]]:
+    """Name, times a step and ms a step of each kernel, the longest first."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    found = [(e.key, e.count / steps, e.self_device_time_total / 1000 / steps) for e in profile.key_averages()]
+    return sorted((row for row in found if row[2] > 0), key=lambda row: -row[2])
+
+
+def measure(name: str, *, steps: int, profile: bool = False) -> dict[str, Any]:
     """One case in this process, as JSON's values; with no steps only the first is timed."""
     case, device = CASES[name], torch.device("cuda")
     allow_tf32()
@@ -140,20 +151,22 @@ def measure(name: str, *, steps: int) -> dict[str, Any]:
     torch.cuda.synchronize()
     tokens_per_s = steps * ids.numel() / (time.perf_counter() - began)
     peak = peak_flops(device, torch.bfloat16)
+    peak_memory = torch.cuda.max_memory_allocated()
     return found | {
+        "kernels": kernels(step) if profile else [],
         "tokens_per_s": tokens_per_s,
         "mfu": tokens_per_s * flops / peak if peak else math.nan,
-        "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "peak_memory_gib": peak_memory / 2**30,
         "losses": losses,
     }
 
 
-def in_a_process(name: str, caches: str, *, steps: int) -> dict[str, Any]:
+def in_a_process(name: str, caches: str, *, steps: int, profile: bool = False) -> dict[str, Any]:
     environment = os.environ | {
         "TRITON_CACHE_DIR": f"{caches}/{name}/triton",
         "TORCHINDUCTOR_CACHE_DIR": f"{caches}/{name}/inductor",
     }
-    command = [sys.executable, __file__, "--here", name, "--steps", str(steps)]
+    command = [sys.executable, __file__, "--here", name, "--steps", str(steps), *(["--profile"] if profile else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         print(f"{name} failed:\n{done.stderr[-2000:]}", flush=True)
@@ -167,9 +180,10 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help=f"of: {', '.join(CASES)}. Default: all")
     parser.add_argument("--here", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=-1, help="steps to time. Default: what suits the case")
+    parser.add_argument("--profile", action="store_true", help="show where the time of each case's steps goes")
     arguments = parser.parse_args()
     if arguments.here:
-        print(json.dumps(measure(arguments.here, steps=arguments.steps)))
+        print(json.dumps(measure(arguments.here, steps=arguments.steps, profile=arguments.profile)))
         return
     header()
     print(
@@ -179,7 +193,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as caches:
         for name in arguments.cases or CASES:
             steps = CASES[name].steps if arguments.steps < 0 else arguments.steps
-            found = in_a_process(name, caches, steps=steps)
+            found = in_a_process(name, caches, steps=steps, profile=arguments.profile)
             again = in_a_process(name, caches, steps=0) if name in FIRST_STEP_AGAIN and found else {}
             cells = [
                 f"{found.get('tokens_per_s', math.nan):,.0f}",
@@ -190,6 +204,8 @@ def main() -> None:
                 f"{found['losses'][-1]:.3f}" if found.get("losses") and name != "nanogpt" else "",
             ]
             print(f"| {name} | {CASES[name].batch_size} | {' | '.join(cells)} |", flush=True)
+            for kernel, times, ms in found.get("kernels", []):
+                print(f"    {ms:8.3f} ms {times:6.1f} x  {kernel[:120]}", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from drumline.config import GPTConfig
 from drumline.fused_gpt import FusedGPT, fits
 from drumline.linear_cross_entropy import IGNORED, cross_entropy_in_place_reference
 from drumline.model import GPT
+from drumline.muon import Muon
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -219,3 +220,32 @@ def test_a_fused_gpt_without_its_kernels_is_a_gpt_to_the_bit() -> None:
 def test_kernels_are_not_used_for_a_model_that_they_do_not_compute(change: dict[str, Any]) -> None:
     assert fits(MODERN) and fits(RECIPE)
     assert not fits(replace(MODERN, **change))
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("rows", [40, 96])
+def test_muons_kernels_equal_its_plain_update_and_leave_a_skipped_step_alone(
+    kernels: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    kernels("fused_muon")
+    matrices = [normal(rows, 64, dtype=torch.float32) * (1 + number) for number in range(3)]
+    gradients = [[normal(rows, 64 + step + i, dtype=torch.float32)[:, :64] for i in range(3)] for step in range(3)]
+    left = []
+    for by_kernels in (True, False):
+        monkeypatch.setattr("drumline.muon._suits_kernels", lambda matrix, by_kernels=by_kernels: by_kernels)
+        monkeypatch.setattr("drumline.muon.raised", lambda x: x)  # would make rounding errors larger
+        weights = [torch.nn.Parameter(matrix.clone()) for matrix in matrices]
+        optimizer: Any = Muon(weights, torch.optim.AdamW([{"params": []}]), lr=0.1, momentum=0.95, weight_decay=0.1)
+        for step in range(3):
+            for weight, gradient in zip(weights, gradients[step], strict=True):
+                weight.grad = gradient * (4.0 if by_kernels else 1.0)
+            if by_kernels:
+                optimizer.grad_scale = torch.full((), 4.0, device=DEVICE)
+                optimizer.found_inf = torch.full((), float(step == 1), device=DEVICE)
+            if by_kernels or step != 1:
+                optimizer.step()
+        moved = [weight.detach() - matrix for weight, matrix in zip(weights, matrices, strict=True)]
+        left.append([*moved, *(optimizer.state[weight]["momentum"] for weight in weights)])
+        assert [optimizer.state[weight]["updates"].item() for weight in weights] == [2.0] * 3
+    for ours, plain in zip(*left, strict=True):
+        assert error(ours, plain) < EXACT_TO

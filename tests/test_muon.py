@@ -89,9 +89,9 @@ def test_its_state_has_the_names_and_shapes_of_the_weights_and_resumes_to_the_sa
     for parameter in whole.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    tensors, scalars = optimizer_state(whole, optimizer)
+    tensors, _ = optimizer_state(whole, optimizer)
     weight = "blocks.0.attention.qkv.weight"
-    assert tensors[f"momentum/{weight}"].shape == (48, 16) and scalars[f"step/{weight}"] == 1
+    assert tensors[f"momentum/{weight}"].shape == (48, 16) and tensors[f"updates/{weight}"] == 1
     assert tensors["exp_avg/token_embedding.weight"].shape == (64, 16)
 
 

@@ -82,9 +82,13 @@ def _both_orders_kernel(
     column = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     at = row[:, None] * columns + column[None, :]
-    value = (tl.load(source + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)).to(straight.dtype.element_ty)
-    tl.store(straight + at, value, mask=inside)
-    tl.store(turned + column[:, None] * rows + row[None, :], tl.trans(value), mask=tl.trans(inside))
+    value = tl.load(source + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
+    float8: tl.constexpr = straight.dtype.element_ty
+    tl.store(straight + at, value.to(float8), mask=inside)
+    other = tl.trans(value.to(float8))
+    if source.dtype.element_ty == tl.float32:  # Triton 3.6 turns bytes wrongly that come from float32
+        other = tl.trans(value).to(float8)
+    tl.store(turned + column[:, None] * rows + row[None, :], other, mask=tl.trans(inside))
 
 
 def both_orders_by_kernel(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

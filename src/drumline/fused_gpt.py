@@ -2,8 +2,8 @@
 
 They fit a modern model (rotary positions, RMSNorm, normalised queries and keys, squared ReLU, no biases) without
 dropout and shared key/value heads, in bfloat16 on a Hopper GPU. Weights stay float32 parameters with the names that a
-GPT gives them, so optimizer, ranks and checkpoints see no difference; each forward casts them once. To train with
-them: `--model drumline.fused_gpt:FusedGPT`; `--fp8` means them too, with feed-forward and head in float8 (fused_fp8).
+GPT gives them, so optimizer, ranks and checkpoints see no difference; each forward casts them once. On such a GPU it is
+what drumline trains; `--fp8` means the same with feed-forward and head in float8 (fused_fp8).
 """
 
 from __future__ import annotations
@@ -135,9 +135,17 @@ def check_fp8(config: TrainConfig, device: torch.device) -> None:
     raise ConfigError(f"--fp8 {problem}", fix=f"{fix}, or leave out --fp8")
 
 
-def with_kernels(config: TrainConfig) -> TrainConfig:
-    """The config of the model to build: with --fp8 a Float8GPT."""
-    return replace(config, model=replace(config.model, model=_FLOAT8)) if config.run.fp8 else config
+def with_kernels(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """The config of the model to build: with --fp8 a Float8GPT, and a FusedGPT where there are kernels for it.
+
+    --bitwise keeps to the operations whose bits were compared.
+    """
+    chosen = config.model.model
+    if config.run.fp8:
+        chosen = _FLOAT8
+    elif chosen == "gpt" and has_kernels(device) and not config.ranks.bitwise:
+        chosen = _FUSED
+    return replace(config, model=replace(config.model, model=chosen))
 
 
 def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:

@@ -22,6 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 EPSILON = 1e-6
 # How many tokens a program of a kernel takes at once: few, so that it needs few registers and many run together.
 _NORM_ROWS = 4
+_NORM_PROGRAMS = 4
+"""So many run on a processor at a time."""
 _TURN_ROWS, _TURN_TIMES = 16, 8
 
 
@@ -60,26 +62,33 @@ def _add_rms_norm_kernel(
 
 @triton.jit
 def _add_rms_norm_backward_kernel(
-    by_sum, by_normed, sums, rstd, weight, by_x, by_weight, rows, HAS_SUM: tl.constexpr, LEARNS: tl.constexpr,
-    width: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    by_sum, by_normed, sums, rstd, weight, by_x, by_weight, rows, programs, HAS_SUM: tl.constexpr,
+    LEARNS: tl.constexpr, width: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows and, if the weight learns, their share of its gradient, float32 (.., D)."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """One program of `programs`: ROWS rows, and others until all are done.
+
+    If the weight learns, it leaves its rows' share of the weight's gradient in by_weight, float32 (programs, D).
+    """
     column = tl.arange(0, BLOCK)
-    at = row.to(tl.int64)[:, None] * width + column[None, :]
-    inside = (row < rows)[:, None] & (column < width)[None, :]
-    scale = tl.load(rstd + row, mask=row < rows, other=0.0)
-    unit = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
-    gradient = tl.load(by_normed + at, mask=inside, other=0.0).to(tl.float32)
+    learned = tl.load(weight + column, mask=column < width, other=0.0)[None, :]
+    share = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), programs):
+        row = block * ROWS + tl.arange(0, ROWS)
+        at = row.to(tl.int64)[:, None] * width + column[None, :]
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        scale = tl.load(rstd + row, mask=row < rows, other=0.0)
+        unit = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
+        gradient = tl.load(by_normed + at, mask=inside, other=0.0).to(tl.float32)
+        if LEARNS:
+            share += gradient * unit
+        gradient *= learned
+        along = tl.sum(gradient * unit, axis=1) / width
+        gradient = (gradient - unit * along[:, None]) * scale[:, None]
+        if HAS_SUM:
+            gradient += tl.load(by_sum + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(by_x + at, gradient.to(tl.bfloat16), mask=inside)
     if LEARNS:
-        share = by_weight + tl.program_id(0).to(tl.int64) * width + column
-        tl.store(share, tl.sum(gradient * unit, axis=0), mask=column < width)
-    gradient *= tl.load(weight + column, mask=column < width, other=0.0)[None, :]
-    along = tl.sum(gradient * unit, axis=1) / width
-    gradient = (gradient - unit * along[:, None]) * scale[:, None]
-    if HAS_SUM:
-        gradient += tl.load(by_sum + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(by_x + at, gradient.to(tl.bfloat16), mask=inside)
+        tl.store(by_weight + tl.program_id(0) * width + column, tl.sum(share, axis=0), mask=column < width)
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -103,11 +112,15 @@ class _AddRMSNorm(torch.autograd.Function):
         sums, rstd, weight = ctx.saved_tensors
         rows, width = sums.shape
         by_x = torch.empty_like(sums)
-        programs, learns = triton.cdiv(rows, _NORM_ROWS), ctx.needs_input_grad[2]
+        learns = ctx.needs_input_grad[2]
+        # Few programs, where each leaves a share that has to be added up; else one for each few rows.
+        most = _NORM_PROGRAMS * _processors(sums.device) if learns else rows
+        programs = min(triton.cdiv(rows, _NORM_ROWS), most)
         shares = torch.empty(programs if learns else 0, width, dtype=torch.float32, device=sums.device)
         _add_rms_norm_backward_kernel[(programs,)](
-            by_sum, by_normed.contiguous(), sums, rstd, weight, by_x, shares, rows, HAS_SUM=by_sum is not None,
-            LEARNS=learns, width=width, ROWS=_NORM_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=8,
+            by_sum, by_normed.contiguous(), sums, rstd, weight, by_x, shares, rows, programs,
+            HAS_SUM=by_sum is not None, LEARNS=learns, width=width, ROWS=_NORM_ROWS,
+            BLOCK=triton.next_power_of_2(width), num_warps=8,
         )  # fmt: skip
         return by_x, (by_x if ctx.has_delta else None), (shares.sum(0) if learns else None)
 

@@ -6,6 +6,7 @@ from the same gradient, so nothing is exchanged.
 
 from __future__ import annotations
 
+import importlib.util
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -29,6 +30,11 @@ _ITERATIONS = (
 class Muon(torch.optim.Optimizer):
     """Muon for `matrices`, and the optimizer `others` for the rest, as one: its groups are theirs, Muon's the first."""
 
+    found_inf: Tensor
+    """Above 0 on the device where nothing is to change, and what gradients are divided by: as torch's GradScaler tells
+    an optimizer that can do without the host's word."""
+    grad_scale: Tensor | None
+
     def __init__(
         self,
         matrices: Iterable[Tensor],
@@ -40,15 +46,23 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self._others = others
+        self._step_supports_amp_scaling = all(map(_suits_kernels, self.param_groups[0]["params"]))
         self.param_groups += others.param_groups
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """One update of all weights that have a gradient; a closure is not called."""
         self._step_matrices(self.param_groups[0])
+        others: Any = self._others
         # One state and one list of groups, whoever replaced them since.
-        self._others.state, self._others.param_groups = self.state, self.param_groups[1:]
-        self._others.step()
+        others.state, others.param_groups = self.state, self.param_groups[1:]
+        told = {name: vars(self)[name] for name in ("found_inf", "grad_scale") if name in vars(self)}
+        vars(others).update(told)
+        try:
+            others.step()
+        finally:
+            for name in told:
+                delattr(others, name)
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
@@ -56,26 +70,58 @@ class Muon(torch.optim.Optimizer):
             if matrix.grad is not None:
                 by_shape[matrix.shape].append(matrix)
         for shape, matrices in by_shape.items():
-            step = self._count(matrices)
-            mu = momentum_at(step, group["momentum"])
-            momenta: list[Tensor] = [self.state[matrix]["momentum"] for matrix in matrices]
-            gradients = [matrix.grad for matrix in matrices if matrix.grad is not None]
-            torch._foreach_lerp_(momenta, gradients, 1.0 - mu)
-            updates = orthogonal(torch.stack(torch._foreach_lerp(gradients, momenta, mu)))  # Nesterov's look ahead
+            for matrix in matrices:
+                if not self.state[matrix]:
+                    self.state[matrix]["updates"] = torch.zeros((), device=matrix.device)
+                    self.state[matrix]["momentum"] = torch.zeros_like(matrix)
             # Each output changes by about as much, however many inputs it has.
             rate = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
-            if group["weight_decay"]:
-                torch._foreach_mul_(matrices, 1.0 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(matrices, list(updates.to(matrices[0].dtype).unbind()), alpha=-rate)
+            kept = 1.0 - group["lr"] * group["weight_decay"]
+            way = self._update_by_kernels if self._step_supports_amp_scaling else self._update
+            way(matrices, momentum=group["momentum"], rate=rate, kept=kept)
 
-    def _count(self, matrices: Sequence[Tensor]) -> int:
-        """How many updates these matrices have had; counts this one."""
-        for matrix in matrices:
-            state = self.state[matrix]
-            if not state:
-                state["step"], state["momentum"] = 0, torch.zeros_like(matrix)
-            state["step"] += 1
-        return int(self.state[matrices[0]]["step"]) - 1
+    def _update(self, matrices: list[Tensor], *, momentum: float, rate: float, kept: float) -> None:
+        """matrix <- kept * matrix - rate * direction, for matrices of one shape."""
+        gradients, momenta, updates = self._parts(matrices)
+        mu = momentum_at(int(updates[0]), momentum)
+        torch._foreach_lerp_(momenta, gradients, 1.0 - mu)
+        ahead = torch.stack(torch._foreach_lerp(gradients, momenta, mu))  # Nesterov's look ahead
+        directions = orthogonal(ahead)
+        if kept != 1.0:
+            torch._foreach_mul_(matrices, kept)
+        torch._foreach_add_(matrices, list(directions.to(matrices[0].dtype).unbind()), alpha=-rate)
+        torch._foreach_add_(updates, 1.0)
+
+    def _update_by_kernels(self, matrices: list[Tensor], *, momentum: float, rate: float, kept: float) -> None:
+        """The same, but for what the device is told to leave out."""
+        from drumline import fused_muon  # needs Triton
+
+        gradients, momenta, updates = self._parts(matrices)
+        device = matrices[0].device
+        skipped = vars(self).get("found_inf", torch.zeros((), device=device))
+        divisor = vars(self).get("grad_scale")
+        ahead, squares = fused_muon.look_ahead(
+            gradients,
+            momenta,
+            updates=updates[0],
+            divisor=torch.ones((), device=device) if divisor is None else divisor,
+            skipped=skipped,
+            momentum=(FIRST_MOMENTUM, momentum, MOMENTUM_STEPS),
+        )
+        directions = raised(ahead.div_(divisors(squares)))
+        fused_muon.apply(matrices, directions, rate=rate, kept=kept, skipped=skipped)
+        torch._foreach_add_(updates, 1.0 - skipped)
+
+    def _parts(self, matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Gradients, momenta, and how many updates there were."""
+        states = [self.state[matrix] for matrix in matrices]
+        gradients = [matrix.grad for matrix in matrices if matrix.grad is not None]
+        return gradients, [state["momentum"] for state in states], [state["updates"] for state in states]
+
+
+def _suits_kernels(matrix: Tensor) -> bool:
+    """Whether Triton's kernels can be had for it."""
+    return matrix.is_cuda and matrix.dtype == torch.float32 and importlib.util.find_spec("triton") is not None
 
 
 def momentum_at(step: int, momentum: float) -> float:
@@ -88,10 +134,17 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
     A matrix of zeros stays one. On CUDA the products are bfloat16, whose errors are smaller than what is left anyway.
     """
-    norms = matrices.square().sum((1, 2), keepdim=True).sqrt()  # (N, 1, 1), at least the largest singular value
-    x = matrices / (norms * 1.02 + 1e-7)
-    if x.is_cuda:
-        x = x.bfloat16()
+    x = matrices / divisors(matrices.square().sum((1, 2)))
+    return raised(x.bfloat16() if x.is_cuda else x)
+
+
+def divisors(squares: Tensor) -> Tensor:
+    """What brings matrices with these sums of squares to singular values of at most 1: (N) -> (N, 1, 1)."""
+    return (squares.sqrt() * 1.02 + 1e-7)[:, None, None]
+
+
+def raised(x: Tensor) -> Tensor:
+    """Matrices with singular values from 0 to 1 raised to near 1: (N, rows, columns) -> the same."""
     tall = x.size(1) > x.size(2)
     for a, b, c in _ITERATIONS:
         gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)  # (N, m, m), m the shorter side

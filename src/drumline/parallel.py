@@ -67,7 +67,7 @@ class Plain:
     def accumulate(
         self, micro_batches: Iterable[Any], backward: Backward, *, votes: Votes, watch: Stopwatch | None = None
     ) -> Tensor:
-        return _message(torch.stack([backward(self._model, batch) for batch in micro_batches]).sum(), votes, watch)
+        return message(torch.stack([backward(self._model, batch) for batch in micro_batches]).sum(), votes, watch)
 
 
 class Ddp:
@@ -95,7 +95,7 @@ class Ddp:
         for number, batch in enumerate(micro_batches):
             with contextlib.nullcontext() if number == self._last else self._ddp.no_sync():
                 losses.append(backward(self._ddp, batch))
-        return self._world.sum(_message(torch.stack(losses).sum(), votes, watch))
+        return self._world.sum(message(torch.stack(losses).sum(), votes, watch))
 
 
 class Bitwise:
@@ -125,7 +125,7 @@ class Bitwise:
                 parameter.grad = None
             loss = backward(self._model, batch)
             last = index == self._share[-1]  # a rank has one vote and one time, however many micro-batches
-            tree.add((index, 1), self._flat(_message(loss, [last and vote for vote in votes], watch, filled=last)))
+            tree.add((index, 1), self._flat(message(loss, [last and vote for vote in votes], watch, filled=last)))
         total = self._exchange(tree.blocks)
         return total[self._unflatten(total) :]
 
@@ -165,7 +165,7 @@ class Bitwise:
         return total[:length]
 
 
-def _message(loss: Tensor, votes: Votes, watch: Stopwatch | None, *, filled: bool = True) -> Tensor:
+def message(loss: Tensor, votes: Votes, watch: Stopwatch | None, *, filled: bool = True) -> Tensor:
     """What travels with the loss; filled: whether this one tells what the stopwatch shows"""
     # Filled in on the device: a copy from the host would wait until backward has ended, then the device for the host.
     told = [loss.reshape(1), *(loss.new_full((1,), float(vote)) for vote in votes)]

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from drumline.disk import replace_text
 from drumline.errors import ConfigError
 from drumline.evaluate import evaluate
 from drumline.fused_gpt import FusedGPT, check_fp8, with_kernels
+from drumline.graphs import with_graphs
 from drumline.guard import GuardRules
 from drumline.hardware import allow_tf32, pick_dtype
 from drumline.heartbeat import ATTEMPT, promise_an_ending, started_again, tell_run_dir, under_torchrun
@@ -208,36 +209,30 @@ def _loop(
 ) -> Loop:
     allow_tf32()
     torch.manual_seed(mix(config.run.seed))
-    model = world.together(lambda: build_model(with_kernels(config), vocab_size=data.vocab_size)).to(world.device)
+    built = with_kernels(config, world.device)
+    model = world.together(lambda: build_model(built, vocab_size=data.vocab_size)).to(world.device)
     facts = {"train_data": data.train.sha256 or f"{len(data.train)} tokens", "vocab_size": data.vocab_size}
-    compare(
-        world,
-        {
-            **versions(),
-            **settings(config),
-            **facts,
-            "tokenizer": data.tokenizer.sha256 if data.tokenizer else None,
-            "valid_data": data.valid and (data.valid.sha256 or len(data.valid)),
-            "initial weights": checkpoints.weights_sha256(model),
-        },
-    )
+    compare(world, {**versions(), **settings(config), **facts, **_origins(data, model)})
     dtype = pick_dtype(config.run.dtype, world.device)
     if config.run.compile:
         model.compile()
     if config.run.compile or (isinstance(model, FusedGPT) and model.is_fused(world.device, dtype)):
         records.say("compiling: the first step will take a while")
-    optim = scaled(config.optim, sequences=batches.plan.sequences)
+    strategy = make_strategy(model, batches.plan, world, bitwise=config.ranks.bitwise)
+    precision = Precision.of(world.device, dtype)
     return Loop(
         folder=folder,
         model=model,
         optimizer=make_optimizer(model, config.optim),
         batches=batches,
         objective=token_objective,
-        precision=Precision.of(world.device, dtype),
+        precision=precision,
         world=world,
-        strategy=make_strategy(model, batches.plan, world, bitwise=config.ranks.bitwise),
+        strategy=with_graphs(strategy, model, precision),
         seed=config.run.seed,
-        lr=partial(learning_rate, optim=optim, total_steps=total_steps),
+        lr=partial(
+            learning_rate, optim=scaled(config.optim, sequences=batches.plan.sequences), total_steps=total_steps
+        ),
         grad_clip=_known(config.optim.grad_clip),
         resume_from=what_to_resume(config.run.resume_from, folder, world, started_again=started_again()),
         allow_change=config.run.allow_change,
@@ -255,6 +250,15 @@ def _loop(
         flops_per_item=partial(_flops, model, batches) if isinstance(model, GPT) else None,
         records=records,
     )
+
+
+def _origins(data: Data, model: nn.Module) -> dict[str, Any]:
+    """What else every rank must have alike."""
+    return {
+        "tokenizer": data.tokenizer.sha256 if data.tokenizer else None,
+        "valid_data": data.valid and (data.valid.sha256 or len(data.valid)),
+        "initial weights": checkpoints.weights_sha256(model),
+    }
 
 
 def _flops(model: GPT, batches: TokenBatches, step: int) -> float:

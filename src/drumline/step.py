@@ -51,6 +51,35 @@ class Precision:
             yield
 
 
+class Backward:
+    """Forward and backward of a step's micro-batches, one call each, and this rank's shares of the loss."""
+
+    def __init__(
+        self, objective: Objective, precision: Precision, *, weight: int, scale: int, watch: Stopwatch | None
+    ) -> None:
+        self._objective, self._precision, self._weight = objective, precision, weight
+        self._scale, self._watch = scale, watch
+        self.device = precision.device
+        self.losses: list[Tensor] = []
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = self.loss(model, to_device(batch, self.device))
+        scaled = self._precision.scaler.scale(loss * self._scale)
+        if self._watch is not None:
+            self._watch.watch(scaled)
+        scaled.backward()  # type: ignore[no-untyped-call]
+        return self.note(loss.detach().float())
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """A micro-batch's share of the step's loss; the batch is on the device."""
+        with self._precision.autocast():
+            return self._objective(model, batch) / self._weight
+
+    def note(self, loss: Tensor) -> Tensor:
+        self.losses.append(loss)
+        return loss
+
+
 @dataclass(frozen=True)
 class StepResult:
     loss: float
@@ -86,24 +115,13 @@ def train_step(
 ) -> StepResult:
     """Add up the gradient over the micro-batches, each divided by `weight`, what the whole step counts; update once."""
     scaler = precision.scaler
-    own: list[Tensor] = []
-
-    def backward(wrapped: nn.Module, batch: Any) -> Tensor:
-        with precision.autocast():
-            loss = objective(wrapped, to_device(batch, precision.device)) / weight
-        scaled = scaler.scale(loss * strategy.scale)
-        if watch is not None:
-            watch.watch(scaled)
-        scaled.backward()  # type: ignore[no-untyped-call]
-        own.append(loss.detach().float())
-        return own[-1]
-
+    backward = Backward(objective, precision, weight=weight, scale=strategy.scale, watch=watch)
     optimizer.zero_grad(set_to_none=True)
     totals = strategy.accumulate(micro_batches, backward, votes=(vote_to_stop, vote_to_save), watch=watch)
     scaler.unscale_(optimizer)
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
-    numbers = torch.cat((totals, torch.stack(own).sum().reshape(1), norm.reshape(1).float()))
+    numbers = torch.cat((totals, torch.stack(backward.losses).sum().reshape(1), norm.reshape(1).float()))
     if lr is not None:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)

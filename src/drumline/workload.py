@@ -15,19 +15,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from drumline.batches import BatchPlan, TokenBatches
 from drumline.ceilings import seconds, together
 from drumline.cluster import World
 from drumline.config import TrainConfig
+from drumline.fused_gpt import with_kernels
+from drumline.graphs import with_graphs
 from drumline.hardware import allow_tf32, pick_dtype
 from drumline.model import GPT
 from drumline.optim import make_optimizer
 from drumline.parallel import Plain, Strategy, make_strategy
 from drumline.pretrain import token_objective
 from drumline.runs import build_model
-from drumline.step import Precision, to_device, train_step
+from drumline.step import Backward, Precision, to_device, train_step
 from drumline.tokens import TokenFile
 
 PARTS = ("data", "forward", "backward", "gradient_wait", "optimizer")
@@ -48,12 +49,12 @@ class Workload:
         self.precision = Precision.of(world.device, pick_dtype(config.run.dtype, world.device))
         torch.manual_seed(config.run.seed)
         with world.device:  # drawn where they are needed: a large model's weights take a CPU many seconds
-            self.model = build_model(config, vocab_size=config.data.vocab_size).train()
+            self.model = build_model(with_kernels(config, world.device), vocab_size=config.data.vocab_size).train()
         if config.run.compile:
             torch.compiler.reset()  # what another model or batch left there must not count against this one
             self.model.compile()
         self.optimizer = make_optimizer(self.model, config.optim)
-        self._alone = Plain(self.model)
+        self._alone = with_graphs(Plain(self.model), self.model, self.precision)
         self.strategy: Strategy = self._alone
         self._batches = _made_up_batches(config, plan)
         self._steps = itertools.count()
@@ -73,7 +74,8 @@ class Workload:
 
     def join_ranks(self) -> None:
         """From here on a step is one of all ranks."""
-        self.strategy = make_strategy(self.model, self.plan, self.world, bitwise=False)
+        strategy = make_strategy(self.model, self.plan, self.world, bitwise=False)
+        self.strategy = with_graphs(strategy, self.model, self.precision)
 
     def data(self) -> None:
         for batch in self._micro_batches():
@@ -82,12 +84,12 @@ class Workload:
     def forward(self) -> None:
         """data, too"""
         for batch in self._micro_batches():
-            self._loss(self.model, batch)
+            self._gradient().loss(self.model, to_device(batch, self.precision.device))
 
     def backward(self) -> None:
         """data and forward, too"""
         self.optimizer.zero_grad(set_to_none=True)
-        self._alone.accumulate(self._micro_batches(), self._backward, votes=())
+        self._alone.accumulate(self._micro_batches(), self._gradient(), votes=())
 
     def alone(self) -> None:
         """A whole step that does not care about other ranks."""
@@ -114,14 +116,8 @@ class Workload:
         for index in self.plan.share(self.world.rank, self.world.size):
             yield self._batches.micro_batch(step, index)
 
-    def _loss(self, model: nn.Module, batch: Any) -> Tensor:
-        with self.precision.autocast():
-            return token_objective(model, to_device(batch, self.precision.device)) / self.tokens_per_step
-
-    def _backward(self, model: nn.Module, batch: Any) -> Tensor:
-        loss = self._loss(model, batch)
-        self.precision.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        return loss.detach().float()
+    def _gradient(self) -> Backward:
+        return Backward(token_objective, self.precision, weight=self.tokens_per_step, scale=1, watch=None)
 
 
 def _made_up_batches(config: TrainConfig, plan: BatchPlan) -> TokenBatches:

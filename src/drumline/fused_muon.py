@@ -1,0 +1,105 @@
+"""Triton kernels for what Muon does beside its matrix products: one pass before them and one after.
+
+All matrices of one shape are taken by one launch, wherever they lie: a kernel is given their addresses. What decides
+whether a step counts is read on the device, so that nothing waits for the host. muon.py has the plain way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096
+
+
+@triton.jit
+def _look_ahead_kernel(
+    gradients,  # int64 (n): addresses of float32 matrices, as the next
+    momenta,  # int64 (n); the matrices are written
+    ahead,  # bf16 (n, size), written
+    squares,  # float32 (n, blocks), written: sums of what is written, squared
+    updates,  # float32: how many there were before
+    divisor,  # float32: of the gradients
+    skipped,  # float32: above 0 where nothing is to change
+    first, last, growth, size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK numbers of one matrix."""
+    matrix = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    gradient = tl.load(gradients + matrix).to(tl.pointer_type(tl.float32)) + at
+    momentum = tl.load(momenta + matrix).to(tl.pointer_type(tl.float32)) + at
+    mu = first + (last - first) * tl.minimum(1.0, tl.load(updates) / growth)
+    g = tl.load(gradient, mask=inside, other=0.0) / tl.load(divisor)
+    m = tl.load(momentum, mask=inside, other=0.0)
+    m += (g - m) * (1.0 - mu)
+    if tl.load(skipped) == 0.0:
+        tl.store(momentum, m, mask=inside)
+    out = (g + (m - g) * mu).to(tl.bfloat16)
+    tl.store(ahead + matrix.to(tl.int64) * size + at, out, mask=inside)
+    tl.store(squares + matrix * tl.num_programs(0) + tl.program_id(0), tl.sum(out.to(tl.float32) * out.to(tl.float32)))
+
+
+def look_ahead(
+    gradients: Sequence[Tensor],
+    momenta: Sequence[Tensor],
+    *,
+    updates: Tensor,
+    divisor: Tensor,
+    skipped: Tensor,
+    momentum: tuple[float, float, int],
+) -> tuple[Tensor, Tensor]:
+    """Advance the momenta; Nesterov's look ahead, bf16 (n, rows, columns), and its sums of squares, float32 (n).
+
+    momentum: at first, in the end, and the updates from one to the other
+    """
+    shape, device = gradients[0].shape, gradients[0].device
+    size = shape.numel()
+    ahead = torch.empty(len(gradients), *shape, dtype=torch.bfloat16, device=device)
+    blocks = triton.cdiv(size, _BLOCK)
+    squares = torch.empty(len(gradients), blocks, dtype=torch.float32, device=device)
+    straight = [gradient.contiguous() for gradient in gradients]  # held until the launch
+    _look_ahead_kernel[(blocks, len(gradients))](
+        _addresses(straight), _addresses(momenta), ahead, squares, updates, divisor, skipped, *map(float, momentum),
+        size, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
+    return ahead, squares.sum(1)
+
+
+@triton.jit
+def _apply_kernel(matrices, directions, skipped, rate, kept, size, BLOCK: tl.constexpr):
+    """One program: BLOCK numbers of one matrix."""
+    matrix = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    if tl.load(skipped) == 0.0:
+        weight = tl.load(matrices + matrix).to(tl.pointer_type(tl.float32)) + at
+        direction = tl.load(directions + matrix.to(tl.int64) * size + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(weight, tl.load(weight, mask=inside, other=0.0) * kept - rate * direction, mask=inside)
+
+
+def apply(matrices: Sequence[Tensor], directions: Tensor, *, rate: float, kept: float, skipped: Tensor) -> None:
+    """matrix <- kept * matrix - rate * direction: float32 each, bf16 (n, rows, columns)."""
+    size = matrices[0].numel()
+    _apply_kernel[(triton.cdiv(size, _BLOCK), len(matrices))](
+        _addresses(matrices),
+        directions.contiguous(),
+        skipped,
+        float(rate),
+        float(kept),
+        size,
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )
+
+
+def _addresses(tensors: Sequence[Tensor]) -> Tensor:
+    """int64 (n) on their device."""
+    assert all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in tensors)
+    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
+    device = tensors[0].device
+    return addresses.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else addresses
