@@ -144,7 +144,6 @@ def measure(name: str, *, steps: int, profile: bool = False) -> dict[str, Any]:
     if not steps:
         return found
     losses = [step() for _ in range(5)]
-    torch.cuda.reset_peak_memory_stats()
     torch.cuda.synchronize()
     began = time.perf_counter()
     losses += [step() for _ in range(steps)]

@@ -120,10 +120,32 @@ def test_normalised_and_turned_queries_and_keys_equal_the_plain_ones(kernels: Ca
     )
 
 
+@NEEDS_TRITON
+def test_norms_without_weights_are_norms_of_ones(kernels: Callable[[str], ModuleType]) -> None:
+    ops = kernels("fused_ops")
+    rope, ones = GPT(MODERN).rope.to(DEVICE), torch.ones(16, device=DEVICE)  # type: ignore[union-attr]
+    check(
+        lambda *args: ops.qkv(*args, None, None, rope, heads=4),
+        lambda *args: ops.qkv_reference(*args, ones, ones, rope.double(), heads=4),
+        normal(320, 64),
+        normal(192, 64, std=0.2),
+    )
+
+
+@NEEDS_TRITON
+def test_the_gradient_of_a_float32_weight_is_not_rounded_to_bf16(kernels: Callable[[str], ModuleType]) -> None:
+    ops = kernels("fused_products")
+    x, weight = normal(256, 64), normal(96, 64, dtype=torch.float32).requires_grad_()
+    check(ops.linear, ops.linear_reference, x, normal(96, 64))
+    (gradient,) = torch.autograd.grad(ops.linear(x, weight).sum(), weight)
+    exact = x.double().sum(0).expand(96, 64)
+    assert gradient.dtype == torch.float32 and error(gradient, exact) < 1e-6
+
+
 @NEEDS_HOPPER
 @pytest.mark.parametrize("rows", [128, 1000])
 def test_squared_relu_inside_the_products_equals_the_plain_one(kernels: Callable[[str], ModuleType], rows: int) -> None:
-    ops = kernels("fused_ops")
+    ops = kernels("fused_products")
     check(
         ops.relu2_mlp,
         ops.relu2_mlp_reference,
@@ -176,7 +198,7 @@ def test_a_fused_gpt_has_the_loss_and_gradients_of_a_plain_one(
     kernels: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, config: GPTConfig
 ) -> None:
     if DEVICE.type == "cpu":  # the interpreter cannot multiply bf16 tiles
-        monkeypatch.setattr(kernels("fused_ops"), "relu2_mlp", kernels("fused_ops").relu2_mlp_reference)
+        monkeypatch.setattr(kernels("fused_products"), "relu2_mlp", kernels("fused_products").relu2_mlp_reference)
     monkeypatch.setattr(fused_gpt, "has_kernels", lambda device: True)
     monkeypatch.setattr(FusedGPT, "is_fused", lambda self, device, dtype: True)
     torch.manual_seed(0)

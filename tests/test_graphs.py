@@ -37,7 +37,10 @@ def train(strategy: type[Recorded] | type[Plain], *, count: int, optimizer: Any)
     torch.manual_seed(0)
     device = torch.device("cuda")
     model = GPT(MODEL).to(device)
-    precision, used = Precision.of(device, torch.bfloat16), make_optimizer(model, OptimConfig(optimizer=optimizer))
+    precision, used = (
+        Precision.of(device, torch.bfloat16),
+        make_optimizer(model, OptimConfig(lr=1e-3, optimizer=optimizer)),
+    )
     way: Strategy = strategy(model)
     results = []
     for step in range(14):

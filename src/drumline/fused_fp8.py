@@ -85,14 +85,12 @@ def _both_orders_kernel(
     value = tl.load(source + at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
     float8: tl.constexpr = straight.dtype.element_ty
     tl.store(straight + at, value.to(float8), mask=inside)
-    other = tl.trans(value.to(float8))
-    if source.dtype.element_ty == tl.float32:  # Triton 3.6 turns bytes wrongly that come from float32
-        other = tl.trans(value).to(float8)
-    tl.store(turned + column[:, None] * rows + row[None, :], other, mask=tl.trans(inside))
+    tl.store(turned + column[:, None] * rows + row[None, :], tl.trans(value.to(float8)), mask=tl.trans(inside))
 
 
 def both_orders_by_kernel(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As the reference, for bf16 or float32."""
+    """As the reference, for bf16: of a tile that was float32, Triton 3.6 writes other numbers in the other order."""
+    assert x.dtype == torch.bfloat16
     x = x.contiguous()
     rows, columns = x.shape
     straight = torch.empty(rows, columns, dtype=dtype, device=x.device)
@@ -133,11 +131,16 @@ def product_reference(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor
     return ((a.float() @ b.float().t()) * (a_inverse * b_inverse)).bfloat16()
 
 
-def product(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, *, fast: bool) -> Tensor:
-    """As the reference; all sizes must be multiples of 16. fast: add up in the GPU's shorter accumulator."""
+def product(
+    a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, *, fast: bool, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """As the reference, in another format if need be; all sizes must be multiples of 16.
+
+    fast: add up in the GPU's shorter accumulator
+    """
     if not a.is_cuda:
-        return product_reference(a, b, a_inverse, b_inverse)
-    return torch._scaled_mm(a, b.t(), a_inverse, b_inverse, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return product_reference(a, b, a_inverse, b_inverse).to(dtype)
+    return torch._scaled_mm(a, b.t(), a_inverse, b_inverse, out_dtype=dtype, use_fast_accum=fast)
 
 
 def relu2_product_reference(
@@ -167,7 +170,7 @@ def _relu2_product_kernel(
     BACKWARD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """As fused_ops' kernel. Both ways sum over the width alone, so it stays with the short accumulator."""
+    """As fused_products' kernel. Both ways sum over the width alone, so it stays with the short accumulator."""
     factor = tl.load(b_inverse)
     if not BACKWARD:
         factor *= tl.load(a_inverse)
@@ -218,7 +221,7 @@ def relu2_product_by_kernel(
 
 
 def both_orders(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return (both_orders_by_kernel if x.is_cuda else both_orders_reference)(x, scale, dtype)
+    return (both_orders_by_kernel if x.is_cuda else both_orders_reference)(x.bfloat16(), scale, dtype)
 
 
 def transposed(x: Tensor) -> Tensor:
@@ -264,7 +267,7 @@ def scalar(value: float, device: torch.device) -> Tensor:
 
 
 def relu2_mlp(x: Tensor, up: Tensor, down: Tensor, up8: Float8, down8: Float8) -> Tensor:
-    """As fused_ops.relu2_mlp_reference, for what a norm gave.
+    """As fused_products.relu2_mlp_reference, for what a norm gave.
 
     x: bf16 (N, D); up: float32 (F, D); down: float32 (D, F); up8, down8: this forward's float8 copies of them
     """
@@ -289,6 +292,7 @@ class _Relu2MLP(torch.autograd.Function):
         g8 = float8_gradient(gradient)
         inner, inner_turned = relu2_product(g8.straight, down_turned, g8.inverse, down_inverse, squared)
         by_x = product(inner, up_turned, g8.inverse, up_inverse, fast=FAST_GRADIENTS)
-        by_up = product(inner_turned, x_turned, g8.inverse, x_inverse, fast=FAST_GRADIENTS)
-        by_down = product(g8.turned, squared_turned, g8.inverse, scalar(1.0, gradient.device), fast=FAST_GRADIENTS)
-        return by_x.to(gradient.dtype), by_up.float(), by_down.float(), None, None
+        weights = functools.partial(product, fast=FAST_GRADIENTS, dtype=torch.float32)
+        by_up = weights(inner_turned, x_turned, g8.inverse, x_inverse)
+        by_down = weights(g8.turned, squared_turned, g8.inverse, scalar(1.0, gradient.device))
+        return by_x.to(gradient.dtype), by_up, by_down, None, None

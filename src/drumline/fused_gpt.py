@@ -1,4 +1,4 @@
-"""FusedGPT: a GPT that trains through fused_ops' kernels where they fit, and is a plain GPT everywhere else.
+"""FusedGPT: a GPT that trains through Triton's kernels where they fit, and is a plain GPT everywhere else.
 
 They fit a modern model (rotary positions, RMSNorm, normalised queries and keys, squared ReLU, no biases) without
 dropout and shared key/value heads, in bfloat16 on a Hopper GPU. Weights stay float32 parameters with the names that a
@@ -12,6 +12,7 @@ import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +25,11 @@ from drumline.linear_cross_entropy import linear_cross_entropy
 from drumline.model import GPT, FeedForward, KVCache, RMSNorm, TransformerBlock
 from drumline.presets import gpt_config
 
+T = TypeVar("T")
 _FUSED, _FLOAT8 = "drumline.fused_gpt:FusedGPT", "drumline.fused_gpt:Float8GPT"
 _TOKENS_MULTIPLE = 128
+_ROWS_AT_ONCE = 8192
+"""Of logits: what is kept for backward leaves room for more of them than a plain GPT's."""
 
 
 class FusedGPT(GPT):
@@ -36,16 +40,31 @@ class FusedGPT(GPT):
 
     def hidden(self, input_ids: Tensor, *, documents: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         fits_in = input_ids.size(1) <= self.config.max_position_embeddings and input_ids.numel() % _TOKENS_MULTIPLE == 0
-        dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.float32
+        dtype = torch.bfloat16 if _bf16(input_ids.device) else torch.float32
         if documents is None and cache is None and fits_in and self.is_fused(input_ids.device, dtype):
             return _hidden(self, input_ids, fp8=self.fp8 and self.training)
         return super().hidden(input_ids, documents=documents, cache=cache)
 
+    def look_up(self, input_ids: Tensor, table: Tensor) -> Tensor:
+        device = input_ids.device
+        if _bf16(device) and (has_kernels(device) or self.is_fused(device, torch.bfloat16)):
+            from drumline.fused_ops import embedding  # needs Triton
+
+            return embedding(input_ids, table)
+        return super().look_up(input_ids, table)
+
     def summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        if not self.is_fused(hidden.device, hidden.dtype):
+            return super().summed_loss(hidden, targets)
         fits_in = targets.numel() % _TOKENS_MULTIPLE == 0 and self.config.vocab_size % 16 == 0
-        if self.fp8 and self.training and fits_in and self.is_fused(hidden.device, hidden.dtype):
-            return linear_cross_entropy(hidden, self.head_weight, targets, softcap=self.config.softcap, fp8=True)
-        return super().summed_loss(hidden, targets)
+        return linear_cross_entropy(
+            hidden,
+            self.head_weight,
+            targets,
+            softcap=self.config.softcap,
+            rows_at_once=_ROWS_AT_ONCE,
+            fp8=self.fp8 and self.training and fits_in,
+        )
 
     def is_fused(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether training on this device, with products in this format, runs through the kernels."""
@@ -56,6 +75,11 @@ class Float8GPT(FusedGPT):
     """What --fp8 trains."""
 
     fp8 = True
+
+
+def _bf16(device: torch.device) -> bool:
+    """Whether products on this device are bfloat16 now."""
+    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.bfloat16
 
 
 @functools.cache
@@ -153,13 +177,14 @@ def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:
 
     What a part adds to the residual stream is added in the norm that follows, which has to read the stream anyway.
     """
-    from drumline.fused_ops import add_rms_norm, embedding, qkv  # needs Triton
+    from drumline.fused_ops import add_rms_norm, qkv  # needs Triton
+    from drumline.fused_products import linear
 
     assert model.rope is not None
     rope = model.rope[:, : input_ids.size(1)]
     ones = rope.new_ones(model.config.d_model)
-    extra_values = model.extra_values(input_ids, embedding)
-    x = embedding(input_ids, model.token_embedding.weight).flatten(0, 1)  # (N, D)
+    extra_values = model.extra_values(input_ids)
+    x = model.look_up(input_ids, model.token_embedding.weight).flatten(0, 1)  # (N, D)
     feed_forwards = _feed_forwards(model, fp8=fp8)
     delta: Tensor | None = None
     for layer, block in enumerate(model.blocks):
@@ -168,16 +193,16 @@ def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:
         x, normed = add_rms_norm(x, delta, _weight(block.attention_norm, ones))
         q, k, v = qkv(
             normed,
-            attention.qkv.weight.bfloat16(),
-            _weight(attention.query_norm, ones),
-            _weight(attention.key_norm, ones),
+            attention.qkv.weight,
+            _weight(attention.query_norm, None),
+            _weight(attention.key_norm, None),
             rope,
             heads=attention.n_heads,
         )  # 3 x (B, H, T, W)
         if layer in extra_values:
             v = v + extra_values[layer]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        attended = F.linear(y.transpose(1, 2).reshape(x.shape), attention.out.weight.bfloat16())  # (N, D)
+        attended = linear(y.transpose(1, 2).reshape(x.shape), attention.out.weight)  # (N, D)
         x, normed = add_rms_norm(x, attended, _weight(block.feed_forward_norm, ones))
         delta = feed_forwards[layer](normed)
     return add_rms_norm(x, delta, _weight(model.final_norm, ones))[1].view(*input_ids.shape, -1)
@@ -185,7 +210,7 @@ def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:
 
 def _feed_forwards(model: GPT, *, fp8: bool) -> list[Callable[[Tensor], Tensor]]:
     """Each layer's feed-forward part: bf16 (N, D) -> bf16 (N, D)."""
-    from drumline import fused_fp8, fused_ops
+    from drumline import fused_fp8, fused_products
 
     parts = [part for part in model.modules() if isinstance(part, FeedForward)]
     weights = [(part.up.weight, part.down.weight) for part in parts]
@@ -195,14 +220,10 @@ def _feed_forwards(model: GPT, *, fp8: bool) -> list[Callable[[Tensor], Tensor]]
             functools.partial(fused_fp8.relu2_mlp, up=up, down=down, up8=up8, down8=down8)
             for (up, down), up8, down8 in zip(weights, copies[::2], copies[1::2], strict=True)
         ]
-
-    def in_bfloat16(x: Tensor, *, up: Tensor, down: Tensor) -> Tensor:
-        return fused_ops.relu2_mlp(x, up.bfloat16(), down.bfloat16())
-
-    return [functools.partial(in_bfloat16, up=up, down=down) for up, down in weights]
+    return [functools.partial(fused_products.relu2_mlp, up=up, down=down) for up, down in weights]
 
 
-def _weight(norm: nn.Module | None, ones: Tensor) -> Tensor:
-    """What a norm multiplies with: its weight, or, where it has none, nothing."""
+def _weight(norm: nn.Module | None, without: T) -> Tensor | T:
+    """What a norm multiplies with: its weight, if it has one."""
     assert isinstance(norm, RMSNorm)
-    return norm.weight if norm.elementwise_affine else ones[: norm.normalized_shape[0]]
+    return norm.weight if norm.elementwise_affine else without

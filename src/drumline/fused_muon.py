@@ -52,8 +52,8 @@ def look_ahead(
     divisor: Tensor,
     skipped: Tensor,
     momentum: tuple[float, float, int],
-) -> tuple[Tensor, Tensor]:
-    """Advance the momenta; Nesterov's look ahead, bf16 (n, rows, columns), and its sums of squares, float32 (n).
+) -> Tensor:
+    """Advance the momenta; Nesterov's look ahead with singular values of at most 1, bf16 (n, rows, columns).
 
     momentum: at first, in the end, and the updates from one to the other
     """
@@ -67,7 +67,22 @@ def look_ahead(
         _addresses(straight), _addresses(momenta), ahead, squares, updates, divisor, skipped, *map(float, momentum),
         size, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
-    return ahead, squares.sum(1)
+    _normalise_kernel[(blocks, len(gradients))](
+        ahead, squares, blocks, size, BLOCK=_BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=8
+    )
+    return ahead
+
+
+@triton.jit
+def _normalise_kernel(ahead, squares, blocks, size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """In place; one program: BLOCK numbers of one matrix."""
+    matrix = tl.program_id(1)
+    number = tl.arange(0, BLOCKS)
+    square = tl.sum(tl.load(squares + matrix * blocks + number, mask=number < blocks, other=0.0))
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = ahead + matrix.to(tl.int64) * size + at
+    value = tl.load(place, mask=at < size, other=0.0).to(tl.float32) / (tl.sqrt(square) * 1.02 + 1e-7)
+    tl.store(place, value.to(tl.bfloat16), mask=at < size)
 
 
 @triton.jit

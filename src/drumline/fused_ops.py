@@ -1,11 +1,11 @@
-"""Triton kernels for the parts of a modern block that are not plain matrix products, forward and backward.
+"""Triton kernels for the parts of a modern block that are no matrix products, forward and backward.
 
 Each saves passes over memory, which is what such parts cost. Activations are bf16 in memory and float32 inside a
 kernel; a norm's learned weight is float32. Beside each operation stands the plain PyTorch that it must equal.
 
-This module needs Triton, and its squared ReLU a GPU with tensor memory access (Hopper): fused_gpt.py sees to that.
+This module needs Triton: fused_gpt.py sees to that.
 
-Shapes: N tokens (B sequences of T), D width, H heads, W width of a head, F inner width.
+Shapes: N tokens (B sequences of T), D width, H heads, W width of a head.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+
+from drumline.fused_products import by_weight, processors
 
 EPSILON = 1e-6
 # How many tokens a program of a kernel takes at once: few, so that it needs few registers and many run together.
@@ -61,6 +62,28 @@ def _add_rms_norm_kernel(
 
 
 @triton.jit
+def _add_rms_norm_backward_rows(
+    block, by_sum, by_normed, sums, rstd, learned, by_x, rows, HAS_SUM: tl.constexpr, width: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of the block-th ROWS rows; gives what they add to the weight's gradient, (ROWS, BLOCK)."""
+    row = block * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    scale = tl.load(rstd + row, mask=row < rows, other=0.0)
+    unit = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
+    by_scaled = tl.load(by_normed + at, mask=inside, other=0.0).to(tl.float32)
+    gradient = by_scaled * learned[None, :]
+    along = tl.sum(gradient * unit, axis=1) / width
+    gradient = (gradient - unit * along[:, None]) * scale[:, None]
+    if HAS_SUM:
+        gradient += tl.load(by_sum + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(by_x + at, gradient.to(tl.bfloat16), mask=inside)
+    return by_scaled * unit
+
+
+@triton.jit
 def _add_rms_norm_backward_kernel(
     by_sum, by_normed, sums, rstd, weight, by_x, by_weight, rows, programs, HAS_SUM: tl.constexpr,
     LEARNS: tl.constexpr, width: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -70,25 +93,18 @@ def _add_rms_norm_backward_kernel(
     If the weight learns, it leaves its rows' share of the weight's gradient in by_weight, float32 (programs, D).
     """
     column = tl.arange(0, BLOCK)
-    learned = tl.load(weight + column, mask=column < width, other=0.0)[None, :]
-    share = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-    for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), programs):
-        row = block * ROWS + tl.arange(0, ROWS)
-        at = row.to(tl.int64)[:, None] * width + column[None, :]
-        inside = (row < rows)[:, None] & (column < width)[None, :]
-        scale = tl.load(rstd + row, mask=row < rows, other=0.0)
-        unit = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
-        gradient = tl.load(by_normed + at, mask=inside, other=0.0).to(tl.float32)
-        if LEARNS:
-            share += gradient * unit
-        gradient *= learned
-        along = tl.sum(gradient * unit, axis=1) / width
-        gradient = (gradient - unit * along[:, None]) * scale[:, None]
-        if HAS_SUM:
-            gradient += tl.load(by_sum + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(by_x + at, gradient.to(tl.bfloat16), mask=inside)
+    learned = tl.load(weight + column, mask=column < width, other=0.0)
     if LEARNS:
+        share = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
+        for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), programs):
+            share += _add_rms_norm_backward_rows(
+                block, by_sum, by_normed, sums, rstd, learned, by_x, rows, HAS_SUM, width, ROWS, BLOCK
+            )
         tl.store(by_weight + tl.program_id(0) * width + column, tl.sum(share, axis=0), mask=column < width)
+    else:
+        _add_rms_norm_backward_rows(
+            tl.program_id(0), by_sum, by_normed, sums, rstd, learned, by_x, rows, HAS_SUM, width, ROWS, BLOCK
+        )
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -114,8 +130,8 @@ class _AddRMSNorm(torch.autograd.Function):
         by_x = torch.empty_like(sums)
         learns = ctx.needs_input_grad[2]
         # Few programs, where each leaves a share that has to be added up; else one for each few rows.
-        most = _NORM_PROGRAMS * _processors(sums.device) if learns else rows
-        programs = min(triton.cdiv(rows, _NORM_ROWS), most)
+        programs = triton.cdiv(rows, _NORM_ROWS)
+        programs = min(programs, _NORM_PROGRAMS * processors(sums.device)) if learns else programs
         shares = torch.empty(programs if learns else 0, width, dtype=torch.float32, device=sums.device)
         _add_rms_norm_backward_kernel[(programs,)](
             by_sum, by_normed.contiguous(), sums, rstd, weight, by_x, shares, rows, programs,
@@ -140,17 +156,18 @@ def qkv_reference(
 
 
 def qkv(
-    x: Tensor, weight: Tensor, query_norm: Tensor, key_norm: Tensor, rope: Tensor, *, heads: int
+    x: Tensor, weight: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, rope: Tensor, *, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference, for bf16 x and weight, float32 norms and rope: three views of one buffer."""
-    norms = torch.stack((query_norm, key_norm))
+    """As the reference, for bf16 x, float32 norms and rope: three views of one buffer. Norms of ones may be None."""
+    norms = None if query_norm is None or key_norm is None else torch.stack((query_norm, key_norm))
     result: tuple[Tensor, Tensor, Tensor] = _QKV.apply(x, weight, norms, rope.contiguous(), heads)
     return result
 
 
 @triton.jit
 def _norm_turn_kernel(
-    qkv, rstd, norms, cos, sin, rows, length, eps, heads: tl.constexpr, width: tl.constexpr, ROWS: tl.constexpr
+    qkv, rstd, norms, cos, sin, rows, length, eps, LEARNS: tl.constexpr, heads: tl.constexpr, width: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """In place on the queries and keys of bf16 (N, 3, H, W). One program: ROWS tokens of one head."""
     head = tl.program_id(0)  # 0 .. 2 H
@@ -162,9 +179,12 @@ def _norm_turn_kernel(
     first = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(qkv + at + half, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(first * first + second * second, axis=1) / width + eps)
-    learned = norms + (head // heads) * width + column
-    first *= scale[:, None] * tl.load(learned)[None, :]
-    second *= scale[:, None] * tl.load(learned + half)[None, :]
+    first *= scale[:, None]
+    second *= scale[:, None]
+    if LEARNS:
+        learned = norms + (head // heads) * width + column
+        first *= tl.load(learned)[None, :]
+        second *= tl.load(learned + half)[None, :]
     place = (row % length)[:, None] * half + column[None, :]
     c = tl.load(cos + place)
     s = tl.load(sin + place)
@@ -175,22 +195,24 @@ def _norm_turn_kernel(
 
 @triton.jit
 def _norm_turn_backward_kernel(
-    by_q, by_k, by_v, qkv, rstd, norms, by_qkv, by_norms, cos, sin, rows, length, heads: tl.constexpr,
-    width: tl.constexpr, ROWS: tl.constexpr, TIMES: tl.constexpr,
+    by_q, by_k, by_v, qkv, rstd, norms, by_qkv, by_norms, cos, sin, rows, length, LEARNS: tl.constexpr,
+    heads: tl.constexpr, width: tl.constexpr, ROWS: tl.constexpr, TIMES: tl.constexpr,
 ):  # fmt: skip
     """by_q, by_k, by_v: bf16 (N, H, W); qkv as the forward kernel left it; by_qkv: bf16 (N, 3, H, W), written.
 
-    One program: TIMES times ROWS tokens of one head, and their share of the norms' gradient, float32 (.., 2 H, W).
+    One program: TIMES times ROWS tokens of one head and, if the norms learn, their share of the norms' gradient,
+    float32 (.., 2 H, W).
     """
     slot = tl.program_id(0)  # 0 .. 3 H
     part = slot // heads
     half: tl.constexpr = width // 2
     column = tl.arange(0, half)
-    learned = norms + tl.minimum(part, 1) * width + column
-    w_first = tl.load(learned)[None, :]
-    w_second = tl.load(learned + half)[None, :]
-    share_first = tl.zeros((ROWS, half), dtype=tl.float32)
-    share_second = tl.zeros((ROWS, half), dtype=tl.float32)
+    if LEARNS:
+        learned = norms + tl.minimum(part, 1) * width + column
+        w_first = tl.load(learned)[None, :]
+        w_second = tl.load(learned + half)[None, :]
+        share_first = tl.zeros((ROWS, half), dtype=tl.float32)
+        share_second = tl.zeros((ROWS, half), dtype=tl.float32)
     for time in range(TIMES):
         row = (tl.program_id(1) * TIMES + time) * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < half)[None, :]
@@ -213,33 +235,38 @@ def _norm_turn_backward_kernel(
             # Turn both back. What forward left is weight times unit vector, so the unit vector need not be kept too.
             h_first = g_first * c + g_second * s
             h_second = g_second * c - g_first * s
-            u_first = tl.where(w_first == 0.0, 0.0, (t_first * c + t_second * s) / w_first)
-            u_second = tl.where(w_second == 0.0, 0.0, (t_second * c - t_first * s) / w_second)
-            share_first += h_first * u_first
-            share_second += h_second * u_second
-            h_first *= w_first
-            h_second *= w_second
+            u_first = t_first * c + t_second * s
+            u_second = t_second * c - t_first * s
+            if LEARNS:
+                u_first = tl.where(w_first == 0.0, 0.0, u_first / w_first)
+                u_second = tl.where(w_second == 0.0, 0.0, u_second / w_second)
+                share_first += h_first * u_first
+                share_second += h_second * u_second
+                h_first *= w_first
+                h_second *= w_second
             along = (tl.sum(h_first * u_first + h_second * u_second, axis=1) / width)[:, None]
             scale = tl.load(rstd + row.to(tl.int64) * (2 * heads) + slot, mask=row < rows, other=0.0)[:, None]
             tl.store(by_qkv + at, ((h_first - u_first * along) * scale).to(tl.bfloat16), mask=inside)
             tl.store(by_qkv + at + half, ((h_second - u_second * along) * scale).to(tl.bfloat16), mask=inside)
-    if part < 2:
-        share = by_norms + (tl.program_id(1) * (2 * heads) + slot) * width + column
-        tl.store(share, tl.sum(share_first, axis=0))
-        tl.store(share + half, tl.sum(share_second, axis=0))
+    if LEARNS:  # noqa: SIM102 - what follows must not be looked at otherwise
+        if part < 2:
+            share = by_norms + (tl.program_id(1) * (2 * heads) + slot) * width + column
+            tl.store(share, tl.sum(share_first, axis=0))
+            tl.store(share + half, tl.sum(share_second, axis=0))
 
 
 class _QKV(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, norms: Tensor, rope: Tensor, heads: int
+        ctx: Any, x: Tensor, weight: Tensor, norms: Tensor | None, rope: Tensor, heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, width, length = x.size(0), x.size(1) // heads, rope.size(1)
+        weight = weight.to(x.dtype)
         qkv = x @ weight.t()  # (N, 3 D)
         rstd = torch.empty(rows, 2 * heads, dtype=torch.float32, device=x.device)
         _norm_turn_kernel[(2 * heads, triton.cdiv(rows, _TURN_ROWS))](
-            qkv, rstd, norms, rope[0], rope[1], rows, length, EPSILON, heads=heads, width=width, ROWS=_TURN_ROWS,
-            num_warps=4,
+            qkv, rstd, norms, rope[0], rope[1], rows, length, EPSILON, LEARNS=norms is not None, heads=heads,
+            width=width, ROWS=_TURN_ROWS, num_warps=4,
         )  # fmt: skip
         ctx.save_for_backward(x, weight, norms, rope, qkv, rstd)
         ctx.heads = heads
@@ -249,104 +276,19 @@ class _QKV(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_q: Tensor, by_k: Tensor, by_v: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, norms, rope, qkv, rstd = ctx.saved_tensors
-        rows, heads, width = x.size(0), ctx.heads, norms.size(1)
+        rows, heads, width = x.size(0), ctx.heads, x.size(1) // ctx.heads
         by_qkv = torch.empty_like(qkv)
-        groups = triton.cdiv(rows, _TURN_ROWS * _TURN_TIMES)
-        shares = torch.empty(groups, 2, heads, width, dtype=torch.float32, device=x.device)
+        learns = norms is not None
+        times = _TURN_TIMES if learns else 1
+        groups = triton.cdiv(rows, _TURN_ROWS * times)
+        shares = torch.empty(groups if learns else 0, 2, heads, width, dtype=torch.float32, device=x.device)
         by_q, by_k, by_v = (gradient.transpose(1, 2).contiguous() for gradient in (by_q, by_k, by_v))
         _norm_turn_backward_kernel[(3 * heads, groups)](
-            by_q, by_k, by_v, qkv, rstd, norms, by_qkv, shares, rope[0], rope[1], rows, rope.size(1), heads=heads,
-            width=width, ROWS=_TURN_ROWS, TIMES=_TURN_TIMES, num_warps=4,
+            by_q, by_k, by_v, qkv, rstd, norms, by_qkv, shares, rope[0], rope[1], rows, rope.size(1), LEARNS=learns,
+            heads=heads, width=width, ROWS=_TURN_ROWS, TIMES=times, num_warps=4,
         )  # fmt: skip
-        by_norms = shares.sum((0, 2)) if ctx.needs_input_grad[2] else None
-        return by_qkv @ weight, by_qkv.t() @ x, by_norms, None, None
-
-
-def relu2_mlp_reference(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """(N, D), (F, D), (D, F) -> (N, D)."""
-    return F.linear(F.relu(F.linear(x, up)).square(), down)
-
-
-def relu2_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """As the reference, in bf16: the inner product and the activation are one kernel each way."""
-    result: Tensor = _Relu2MLP.apply(x, up, down)
-    return result
-
-
-@triton.jit
-def _relu2_product_kernel(
-    a_tiles,  # (M, K)
-    b_tiles,  # (N, K) forward, (K, N) backward
-    squared_tiles,  # (M, N): written forward, read backward
-    out_tiles,  # (M, N): written backward
-    M, N, K,
-    BACKWARD: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, PROGRAMS: tl.constexpr, FLATTEN: tl.constexpr,
-):  # fmt: skip
-    """Forward: relu(a b^T)^2. Backward: (a b) * 2 sqrt(squared), the gradient before the activation.
-
-    A squared ReLU tells its own slope: 2 relu(h) = 2 sqrt(relu(h)^2). So h itself is never written.
-    """
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    in_group = GROUP * tiles_n
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
-        first_m = tile // in_group * GROUP
-        height = min(tiles_m - first_m, GROUP)
-        at_m = (first_m + (tile % in_group) % height) * BLOCK_M
-        at_n = ((tile % in_group) // height) * BLOCK_N
-        total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for k in range(0, K, BLOCK_K):
-            a = a_tiles.load([at_m, k])
-            if BACKWARD:
-                b = b_tiles.load([k, at_n])
-                total = tl.dot(a, b, total)
-            else:
-                b = b_tiles.load([at_n, k])
-                total = tl.dot(a, b.T, total)
-        # Two half-wide stores keep the staging buffers small.
-        halves = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1)))
-        for half in tl.static_range(2):
-            column = at_n + half * (BLOCK_N // 2)
-            if BACKWARD:
-                slope = tl.sqrt(squared_tiles.load([at_m, column]).to(tl.float32))
-                out_tiles.store([at_m, column], (2.0 * halves[half] * slope).to(tl.bfloat16))
-            else:
-                positive = tl.maximum(halves[half], 0.0)
-                squared_tiles.store([at_m, column], (positive * positive).to(tl.bfloat16))
-
-
-class _Relu2MLP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        squared = torch.empty(x.size(0), up.size(0), dtype=x.dtype, device=x.device)
-        m, n, k = 128, 256, 64
-        programs = _processors(x.device)
-        tiles = TensorDescriptor.from_tensor(squared, [m, n // 2])
-        _relu2_product_kernel[(programs,)](
-            TensorDescriptor.from_tensor(x, [m, k]), TensorDescriptor.from_tensor(up, [n, k]), tiles, tiles,
-            x.size(0), up.size(0), x.size(1), BACKWARD=False, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP=8,
-            PROGRAMS=programs, FLATTEN=True, num_stages=3, num_warps=8,
-        )  # fmt: skip
-        ctx.save_for_backward(x, up, down, squared)
-        return squared @ down.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, up, down, squared = ctx.saved_tensors
-        by_inner = torch.empty_like(squared)
-        # Smaller tiles than forward, two programs to a processor: one reads `squared` while the other multiplies.
-        m, n, k = 128, 128, 64
-        programs = 2 * _processors(x.device)
-        gradient = gradient.contiguous()
-        _relu2_product_kernel[(programs,)](
-            TensorDescriptor.from_tensor(gradient, [m, k]), TensorDescriptor.from_tensor(down, [k, n]),
-            TensorDescriptor.from_tensor(squared, [m, n // 2]), TensorDescriptor.from_tensor(by_inner, [m, n // 2]),
-            x.size(0), up.size(0), x.size(1), BACKWARD=True, BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, GROUP=8,
-            PROGRAMS=programs, FLATTEN=False, num_stages=3, num_warps=4,
-        )  # fmt: skip
-        return by_inner @ up, by_inner.t() @ x, gradient.t() @ squared
+        by_norms = shares.sum((0, 2)) if learns else None
+        return by_qkv @ weight, by_weight(by_qkv, x), by_norms, None, None
 
 
 def embedding_reference(ids: Tensor, table: Tensor) -> Tensor:
@@ -386,7 +328,3 @@ class _Embedding(torch.autograd.Function):
             ids, gradient.contiguous(), by_table, width=width, BLOCK=triton.next_power_of_2(width), num_warps=4
         )
         return None, by_table
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -11,7 +11,6 @@ H query heads, K key/value heads, W width of a head.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -113,7 +112,7 @@ class GPT(nn.Module):
                 "a cache cannot be combined with attention_mask or document_ids",
                 fix="leave out the cache, or give sequences without padding",
             )
-        x = self.token_embedding(input_ids)  # (B, T, D)
+        x = self.look_up(input_ids, self.token_embedding.weight)  # (B, T, D)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions(input_ids, documents, past=past))  # (B, T, D) + (T or B T, D)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
@@ -128,12 +127,16 @@ class GPT(nn.Module):
         normed: Tensor = self.final_norm(x)
         return normed
 
-    def extra_values(
-        self, input_ids: Tensor, look_up: Callable[[Tensor, Tensor], Tensor] = F.embedding
-    ) -> dict[int, Tensor]:
+    def look_up(self, input_ids: Tensor, table: Tensor) -> Tensor:
+        """Rows of a table: int64 (B, T), (V, D) -> (B, T, D)."""
+        return F.embedding(input_ids, table)
+
+    def extra_values(self, input_ids: Tensor) -> dict[int, Tensor]:
         """What attention adds to its values in which layer: (B, T) -> (B, K, T, W) each."""
         width, tables = self.config.head_width, list(self.value_tables.parameters())
-        looked_up = [look_up(input_ids, table).view(*input_ids.shape, -1, width).transpose(1, 2) for table in tables]
+        looked_up = [
+            self.look_up(input_ids, table).view(*input_ids.shape, -1, width).transpose(1, 2) for table in tables
+        ]
         last_layers = range(self.config.n_layers - len(tables), self.config.n_layers)
         return dict(zip(last_layers, looked_up, strict=True)) | dict(enumerate(looked_up))
 

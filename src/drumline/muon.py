@@ -100,7 +100,7 @@ class Muon(torch.optim.Optimizer):
         device = matrices[0].device
         skipped = vars(self).get("found_inf", torch.zeros((), device=device))
         divisor = vars(self).get("grad_scale")
-        ahead, squares = fused_muon.look_ahead(
+        ahead = fused_muon.look_ahead(
             gradients,
             momenta,
             updates=updates[0],
@@ -108,8 +108,7 @@ class Muon(torch.optim.Optimizer):
             skipped=skipped,
             momentum=(FIRST_MOMENTUM, momentum, MOMENTUM_STEPS),
         )
-        directions = raised(ahead.div_(divisors(squares)))
-        fused_muon.apply(matrices, directions, rate=rate, kept=kept, skipped=skipped)
+        fused_muon.apply(matrices, raised(ahead), rate=rate, kept=kept, skipped=skipped)
         torch._foreach_add_(updates, 1.0 - skipped)
 
     def _parts(self, matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -134,13 +133,9 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
     A matrix of zeros stays one. On CUDA the products are bfloat16, whose errors are smaller than what is left anyway.
     """
-    x = matrices / divisors(matrices.square().sum((1, 2)))
+    norms = matrices.square().sum((1, 2), keepdim=True).sqrt()  # (N, 1, 1), at least the largest singular value
+    x = matrices / (norms * 1.02 + 1e-7)
     return raised(x.bfloat16() if x.is_cuda else x)
-
-
-def divisors(squares: Tensor) -> Tensor:
-    """What brings matrices with these sums of squares to singular values of at most 1: (N) -> (N, 1, 1)."""
-    return (squares.sqrt() * 1.02 + 1e-7)[:, None, None]
 
 
 def raised(x: Tensor) -> Tensor:
