@@ -19,7 +19,7 @@ from drumline.parallel import Plain, Strategy, Votes, message
 from drumline.step import Backward, Precision, to_device
 from drumline.stragglers import Stopwatch
 
-_WARM_UPS = 3
+WARM_UPS = 3
 """Micro-batches of one shape before it is recorded: kernels are compiled and libraries set up at their first uses."""
 _MOST_MEMORY = 0.6
 """Of the GPU's. A recording keeps what it computes with, so that evaluating and the optimizer need room beside it; and
@@ -63,7 +63,7 @@ class Recorded:
         if shapes != self._shapes:
             self._shapes, self._times, self._recording = shapes, 0, None
         self._times += 1
-        if self._recording is None and self._times > _WARM_UPS and self._worth_recording(batch):
+        if self._recording is None and self._times > WARM_UPS and self._worth_recording(batch):
             self._recording = Recording(self._model, backward, batch)
         return backward(self._model, batch) if self._recording is None else self._recording.replay(backward, batch)
 

@@ -2,7 +2,8 @@
 
 Model, optimizer, strategy, batches and step are those of a run; only the tokens are drawn at random. A part is timed
 from outside, by how much longer the step takes with it than without: data alone, data and forward, and so on up to the
-whole step, all of them in turns, so that whatever else the machine does meets them alike.
+whole step, all of them in turns, so that whatever else the machine does meets them alike. On a GPU, where forward and
+backward are one recording, forward alone is launched, and counts for more than it takes in a step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from drumline.ceilings import seconds, together
 from drumline.cluster import World
 from drumline.config import TrainConfig
 from drumline.fused_gpt import with_kernels
-from drumline.graphs import with_graphs
+from drumline.graphs import WARM_UPS, Recorded, with_graphs
 from drumline.hardware import allow_tf32, pick_dtype
 from drumline.model import GPT
 from drumline.optim import make_optimizer
@@ -74,8 +75,13 @@ class Workload:
 
     def join_ranks(self) -> None:
         """From here on a step is one of all ranks."""
-        strategy = make_strategy(self.model, self.plan, self.world, bitwise=False)
-        self.strategy = with_graphs(strategy, self.model, self.precision)
+        if self.world.store is not None:
+            self.strategy = make_strategy(self.model, self.plan, self.world, bitwise=False)
+
+    def warm_up(self) -> None:
+        """Steps until whatever happens at the first ones is over."""
+        for _ in range(WARM_UPS + 1 if isinstance(self.strategy, Recorded) else 1):
+            self.step()
 
     def data(self) -> None:
         for batch in self._micro_batches():
@@ -129,10 +135,9 @@ def _made_up_batches(config: TrainConfig, plan: BatchPlan) -> TokenBatches:
 
 
 def step_seconds(workload: Workload, *, budget_s: float) -> float:
-    """The median time of a step, of as many as the budget allows; the workload has made some before."""
+    """The median time of a step, of as many as the budget allows."""
     world = workload.world
-    if world.store is not None:
-        workload.step()  # the first one of all ranks
+    workload.warm_up()
     once_s = slowest(world, seconds(workload.step, world.device, repeats=1))
     steps = max(1, min(_MOST_STEPS, int(budget_s / once_s)))
     turns = min(3, steps)
@@ -153,7 +158,8 @@ def part_seconds(workload: Workload, *, steps: int | None, budget_s: float) -> d
         "step": workload.step,
     }
     world = workload.world
-    for kind in reversed(kinds.values()):  # a step first, as in a run; then whatever else is set up at its first use
+    workload.warm_up()
+    for kind in kinds.values():  # whatever is set up at its first use
         kind()
     once_s = slowest(world, sum(seconds(kind, world.device, repeats=1) for kind in kinds.values()))
     wanted = steps or max(2, min(_MOST_STEPS, int(budget_s / once_s)))
