@@ -2,7 +2,8 @@
 
 Launched one by one, a step's hundreds of kernels keep the host busy for as long as a fast GPU needs to run them, and
 after each step, when the host has read the loss, the GPU waits until enough of the next are launched. A replay is one
-launch. It computes the same, on the same tensors: a batch is copied to where the recorded one lay.
+launch. It computes the same, on the same tensors: a batch is copied to where the recorded one lay. And it is launched
+before the loss of the step before it is read, so that the GPU does not wait at all.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Recorded:
     """As Plain; whatever is not recorded runs as it is."""
 
     scale = 1
+    looks_ahead = True
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

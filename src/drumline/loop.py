@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ from drumline.disk import LineFile
 from drumline.errors import DrumlineError, TrainingError
 from drumline.guard import Guard, GuardRules, ReplicaDriftError, Verdict
 from drumline.hardware import peak_flops, peak_memory_bytes
-from drumline.heartbeat import Pulse, is_supervised
+from drumline.heartbeat import Pulse
 from drumline.parallel import Strategy
 from drumline.records import JsonlSink, Record, Records, Speed, forget_after
 from drumline.resume import resume
@@ -37,11 +36,9 @@ from drumline.retention import Retention
 from drumline.run_folder import RunFolder
 from drumline.saver import Saver
 from drumline.snapshots import Snapshots
-from drumline.step import Objective, Precision, StepResult, train_step
+from drumline.step import Gradient, Objective, Precision, StepResult, compute_gradient, update
+from drumline.stopping import stop_signals
 from drumline.stragglers import Pace
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""All of them mean: stop after this step, with everything saved. SIGUSR1 is SLURM's warning that time is up."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +101,7 @@ class Loop:
         self._statistic_names = [name for name in checkpoints.weights(self.model) if name not in parameters]
         self._began = self._warm = False
         self._detours: list[list[int]] = []
+        self._ahead: dict[int, Gradient] = {}
         self.pulse = Pulse.start()
 
     def run(
@@ -118,7 +116,7 @@ class Loop:
         """Train until `total_steps`; intervals are in steps, and a fractional one is due at the first step past it."""
         last, self._save_every = total_steps, save_every
         self._last = last
-        with self._reporting() as records, _stop_signals() as stop, self._saving(records) as saver:
+        with self._reporting() as records, stop_signals() as stop, self._saving(records) as saver:
             step = self._resume(saver, records)
             result, speed = None, Speed(step)
             while step < last and not (result and result.stop):
@@ -149,7 +147,22 @@ class Loop:
 
     def _step(self, step: int, *, stop: bool, save: bool) -> StepResult:
         before = [statistic.clone() for statistic in self._statistics()]
-        result = train_step(
+        gradient = self._ahead.pop(step, None) or self._gradient(step, stop=stop, save=save)
+        self._ahead.clear()
+        lr = self.lr(step) if self.lr else None
+        read = update(self.model, self.optimizer, gradient, precision=self.precision, lr=lr, grad_clip=self.grad_clip)
+        if self.strategy.looks_ahead and step + 1 < self._last and not stop:
+            # The device goes from this step to the next without a pause; one that was in vain is computed again.
+            self._ahead[step + 1] = self._gradient(step + 1, stop=stop, save=save)
+        result = read()
+        self._pace.compare(step + 1, result.work_s)
+        if not result.updated:
+            for statistic, value in zip(self._statistics(), before, strict=True):
+                statistic.copy_(value)
+        return result
+
+    def _gradient(self, step: int, *, stop: bool, save: bool) -> Gradient:
+        return compute_gradient(
             self.model,
             self.optimizer,
             self._micro_batches(step),
@@ -157,17 +170,10 @@ class Loop:
             self.strategy,
             weight=self.batches.plan.sequences * self.batches.weight,
             precision=self.precision,
-            lr=self.lr(step) if self.lr else None,
-            grad_clip=self.grad_clip,
             vote_to_stop=stop,
             vote_to_save=save,
             watch=self._pace.begin(step),
         )
-        self._pace.compare(step + 1, result.work_s)
-        if not result.updated:
-            for statistic, value in zip(self._statistics(), before, strict=True):
-                statistic.copy_(value)
-        return result
 
     def _statistics(self) -> list[torch.Tensor]:
         """What a forward changes: batch norm's running means, and the like."""
@@ -202,6 +208,7 @@ class Loop:
         """To the newest checkpoint, and from there on without the data of the steps since."""
         saver.wait()
         saver.forget_snapshots()
+        self._ahead.clear()
         found = self._restore(self.world.on_main(lambda: self._where_to_go_back(records)), records)
         assert found is not None  # a run that may go back saves before its first step
         saver.saved_step = found.step
@@ -375,26 +382,3 @@ class Loop:
 def due(step: int, every: Fraction, last: int) -> bool:
     """Whether `step`, counted from 1, is the first to reach a multiple of `every`, or the last."""
     return step == last or step // every > (step - 1) // every
-
-
-@contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """Any of STOP_SIGNALS asks the loop to stop after the current step; one more of a kind stops at once, as usual."""
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-
-    def ask(signum: int, frame: Any) -> None:
-        stop.set()
-        # A supervisor ends ranks that do not stop. SLURM sends a signal to both, so that it comes here twice.
-        signal.signal(signum, signal.SIG_IGN if is_supervised() else before[signum])
-
-    before: dict[int, Any] = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    for signum in before:
-        signal.signal(signum, ask)
-    try:
-        yield stop
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)

@@ -38,6 +38,8 @@ Votes = Sequence[bool]
 class Strategy(Protocol):
     scale: int
     """What every loss is multiplied with before backward, because the strategy divides by it."""
+    looks_ahead: bool
+    """Whether a step's gradient is to be started before the numbers of the step before it are read."""
 
     def accumulate(
         self, micro_batches: Iterable[Any], backward: Backward, *, votes: Votes, watch: Stopwatch | None = None
@@ -60,6 +62,7 @@ class Plain:
     """One process: backward adds gradients up by itself."""
 
     scale = 1
+    looks_ahead = False
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -72,6 +75,8 @@ class Plain:
 
 class Ddp:
     """torch's DistributedDataParallel: gradients meet once a step, bucket by bucket, while backward goes on."""
+
+    looks_ahead = False
 
     def __init__(self, model: nn.Module, plan: BatchPlan, world: World) -> None:
         self.scale = world.size  # it averages over the ranks, and losses are already shares of the whole step
@@ -107,6 +112,7 @@ class Bitwise:
     """
 
     scale = 1
+    looks_ahead = False
 
     def __init__(self, model: nn.Module, plan: BatchPlan, world: World) -> None:
         self._model, self._plan, self._world = model, plan, world

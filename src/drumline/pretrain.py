@@ -32,7 +32,7 @@ from drumline.graphs import with_graphs
 from drumline.guard import GuardRules
 from drumline.hardware import allow_tf32, pick_dtype
 from drumline.heartbeat import ATTEMPT, promise_an_ending, started_again, tell_run_dir, under_torchrun
-from drumline.loop import STOP_SIGNALS, FitResult, Loop
+from drumline.loop import FitResult, Loop
 from drumline.model import GPT
 from drumline.optim import learning_rate, make_optimizer, scaled
 from drumline.parallel import make_strategy
@@ -46,6 +46,7 @@ from drumline.run_folder import RunFolder
 from drumline.runs import build_model, choose_folder
 from drumline.sample import SampleConfig, generate
 from drumline.step import Precision
+from drumline.stopping import STOP_SIGNALS
 from drumline.tokenizer import StreamDecoder, Tokenizer
 from drumline.trackers import open_trackers
 from drumline.training_data import Data, open_in_turn

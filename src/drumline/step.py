@@ -98,6 +98,79 @@ class StepResult:
     """What each rank's own work took, if it was measured; every rank sees the same."""
 
 
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of a step is in every parameter's .grad; this is what came with it."""
+
+    totals: Tensor
+    """As Strategy.accumulate gives them."""
+    own_loss: Tensor
+
+
+def compute_gradient(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Iterable[Any],
+    objective: Objective,
+    strategy: Strategy,
+    *,
+    weight: int,
+    precision: Precision,
+    vote_to_stop: bool = False,
+    vote_to_save: bool = False,
+    watch: Stopwatch | None = None,
+) -> Gradient:
+    """Add up the gradient over the micro-batches, each divided by `weight`, what the whole step counts."""
+    backward = Backward(objective, precision, weight=weight, scale=strategy.scale, watch=watch)
+    optimizer.zero_grad(set_to_none=True)
+    totals = strategy.accumulate(micro_batches, backward, votes=(vote_to_stop, vote_to_save), watch=watch)
+    precision.scaler.unscale_(optimizer)
+    return Gradient(totals, torch.stack(backward.losses).sum())
+
+
+def update(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    gradient: Gradient,
+    *,
+    precision: Precision,
+    lr: float | None,
+    grad_clip: float,
+) -> Callable[[], StepResult]:
+    """Clip and update. What comes back waits for the step's numbers, but not for what the device is given next."""
+    scaler = precision.scaler
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    numbers = torch.cat((gradient.totals, gradient.own_loss.reshape(1), norm.reshape(1).float()))
+    if lr is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_ratio", 1.0)
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and not scaler.is_enabled():
+        read = _start_reading(numbers)
+        _update_unread(optimizer, numbers[0], norm, grad_clip=grad_clip)
+        return lambda: _result(read())
+    result = _result(numbers.tolist())
+    if result.updated and 0.0 < grad_clip < result.grad_norm:
+        torch._foreach_mul_(gradients, grad_clip / result.grad_norm)
+    if result.updated:
+        scaler.step(optimizer)
+    scaler.update()
+    return lambda: result
+
+
+def _result(numbers: list[float]) -> StepResult:
+    mean_loss, stop, save, *work_s, own_loss, grad_norm = numbers
+    return StepResult(
+        mean_loss,
+        grad_norm,
+        updated=math.isfinite(mean_loss) and math.isfinite(grad_norm),
+        own_loss=own_loss,
+        stop=stop > 0,
+        save=save > 0,
+        work_s=tuple(work_s),
+    )
+
+
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -110,43 +183,21 @@ def train_step(
     lr: float | None,
     grad_clip: float,
     vote_to_stop: bool = False,
-    vote_to_save: bool = False,
     watch: Stopwatch | None = None,
 ) -> StepResult:
-    """Add up the gradient over the micro-batches, each divided by `weight`, what the whole step counts; update once."""
-    scaler = precision.scaler
-    backward = Backward(objective, precision, weight=weight, scale=strategy.scale, watch=watch)
-    optimizer.zero_grad(set_to_none=True)
-    totals = strategy.accumulate(micro_batches, backward, votes=(vote_to_stop, vote_to_save), watch=watch)
-    scaler.unscale_(optimizer)
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    numbers = torch.cat((totals, torch.stack(backward.losses).sum().reshape(1), norm.reshape(1).float()))
-    if lr is not None:
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_ratio", 1.0)
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and not scaler.is_enabled():
-        read = _start_reading(numbers)
-        _update_unread(optimizer, numbers[0], norm, grad_clip=grad_clip)
-        mean_loss, stop, save, *work_s, own_loss, grad_norm = read()
-        finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
-    else:
-        mean_loss, stop, save, *work_s, own_loss, grad_norm = numbers.tolist()
-        finite = math.isfinite(mean_loss) and math.isfinite(grad_norm)
-        if finite and 0.0 < grad_clip < grad_norm:
-            torch._foreach_mul_(gradients, grad_clip / grad_norm)
-        if finite:
-            scaler.step(optimizer)
-        scaler.update()
-    return StepResult(
-        mean_loss,
-        grad_norm,
-        updated=finite,
-        own_loss=own_loss,
-        stop=stop > 0,
-        save=save > 0,
-        work_s=tuple(work_s),
+    """A whole step: the gradient, one update, its numbers."""
+    gradient = compute_gradient(
+        model,
+        optimizer,
+        micro_batches,
+        objective,
+        strategy,
+        weight=weight,
+        precision=precision,
+        vote_to_stop=vote_to_stop,
+        watch=watch,
     )
+    return update(model, optimizer, gradient, precision=precision, lr=lr, grad_clip=grad_clip)()
 
 
 def _start_reading(numbers: Tensor) -> Callable[[], list[float]]:

@@ -1,0 +1,77 @@
+"""A step's gradient that is started before the numbers of the step before it are read changes nothing about a run."""
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import small
+from test_guard import events, fit, sample_of, steps
+
+from drumline.cli import run_command
+from drumline.loop import Loop
+from drumline.parallel import Plain
+from drumline.run_folder import RunFolder
+
+PLAIN: dict[str, Any] = {"bitwise": False, "batch_size": 12}
+
+
+@pytest.fixture
+def looks_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """Runs look ahead from when this is given `looks_ahead` as True; the current folder is an empty one."""
+    monkeypatch.chdir(tmp_path)
+    return monkeypatch
+
+
+def both_ways(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    """The same run with and without looking ahead; it must be the same to the bit."""
+    ends = []
+    for ahead in (False, True):
+        monkeypatch.setattr(Plain, "looks_ahead", ahead)
+        ends.append(fit(f"{ahead}", **PLAIN, **settings))
+    assert ends[0] == ends[1] and steps("True") == steps("False")
+
+
+def test_a_run_with_evaluations_and_saves_ends_with_the_same_bits(looks_ahead: pytest.MonkeyPatch, text: Path) -> None:
+    fingerprints = set()
+    for ahead in (False, True):
+        looks_ahead.setattr(Plain, "looks_ahead", ahead)
+        flags = "--total_steps 9 --eval_every 2 --save_every 3 --dropout 0.1 --batch_size 2 --global_batch_size 4"
+        command = ["train", "--train_data_path", str(text), "--run_dir", f"{ahead}", *small(*flags.split())]
+        assert run_command(command) == 0
+        fingerprints.add(RunFolder(Path(f"{ahead}")).read_status()["weights_sha256"])
+    assert len(fingerprints) == 1
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_the_next_computed_from_the_same_weights(
+    looks_ahead: pytest.MonkeyPatch,
+) -> None:
+    both_ways(looks_ahead, poison={sample_of(3, **PLAIN): math.nan}, on_nonfinite="skip", steps=6)
+    assert [event["step"] for event in events("True", "skipped")] == [3]
+
+
+def test_a_rollback_leaves_out_the_same_data(looks_ahead: pytest.MonkeyPatch) -> None:
+    both_ways(looks_ahead, poison={sample_of(4, **PLAIN): math.nan}, on_nonfinite="rollback", steps=7)
+    (event,) = events("True", "rollback")
+    assert (event["step"], event["to"]) == (4, 2)
+
+
+def test_a_run_that_is_asked_to_stop_stops_a_step_later_at_most_and_goes_on_to_the_same_bits(
+    looks_ahead: pytest.MonkeyPatch,
+) -> None:
+    whole = fit("whole", steps=8, **PLAIN)
+    looks_ahead.setattr(Plain, "looks_ahead", True)
+    begin = Loop._step
+
+    def asked(self: Loop, step: int, **more: Any) -> Any:
+        if step == 3 and not Path("asked").exists():
+            Path("asked").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        return begin(self, step, **more)
+
+    looks_ahead.setattr(Loop, "_step", asked)
+    stopped = fit("run", steps=8, **PLAIN)
+    assert stopped.state == "stopped" and 4 <= stopped.step <= 6
+    assert fit("run", steps=8, **PLAIN).weights_sha256 == whole.weights_sha256
