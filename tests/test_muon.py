@@ -1,6 +1,7 @@
 """Muon: its update against a singular value decomposition, its state in checkpoints, the same bits everywhere."""
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,22 @@ def test_matrices_of_one_shape_in_one_batch_are_updated_as_one_by_one() -> None:
     matrices = random_matrices(5, 24, 40)
     alone = torch.cat([orthogonal(matrix[None]) for matrix in matrices])
     torch.testing.assert_close(orthogonal(matrices), alone, rtol=1e-5, atol=1e-5)
+
+
+def test_queries_keys_and_values_are_updated_each_for_itself() -> None:
+    torch.manual_seed(0)
+    model = GPT(replace(MODEL, n_kv_heads=1))
+    weight = model.blocks[0].attention.qkv.weight
+    before = weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    assert weight.grad is not None
+    weight.grad[16:24] *= 1e-3  # the keys'
+    make_optimizer(model, replace(OPTIM, weight_decay=0.0)).step()
+    moved = (before - weight.detach()) / OPTIM.lr
+    for rows in ((0, 16), (16, 24), (24, 32)):
+        expected = orthogonal(weight.grad[slice(*rows)][None])[0]
+        torch.testing.assert_close(moved[slice(*rows)], expected, rtol=1e-3, atol=1e-3)
 
 
 def test_momentum_grows_to_its_setting() -> None:

@@ -207,9 +207,9 @@ class CausalSelfAttention(nn.Module):
         super().__init__()
         self.n_heads, self.kv_heads, self.head_width = config.n_heads, config.kv_heads, config.head_width
         self.dropout_probability = config.dropout
-        self.qkv = nn.Linear(
-            config.d_model, (config.n_heads + 2 * config.kv_heads) * config.head_width, bias=config.bias
-        )
+        self.row_parts = tuple(heads * self.head_width for heads in (self.n_heads, self.kv_heads, self.kv_heads))
+        """Rows of qkv's weight: those of queries, of keys, of values."""
+        self.qkv = nn.Linear(config.d_model, sum(self.row_parts), bias=config.bias)
         self.query_norm = RMSNorm(config.head_width, weights=config.norm_weights) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_width, weights=config.norm_weights) if config.qk_norm else None
         self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)

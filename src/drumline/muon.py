@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,9 +43,11 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         momentum: float,
         weight_decay: float,
+        row_parts: Mapping[Tensor, Sequence[int]] | None = None,
     ) -> None:
+        """row_parts: how many rows belong together, of matrices that are several in one; each is updated for itself"""
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self._others = others
+        self._others, self._row_parts = others, dict(row_parts or {})
         self._step_supports_amp_scaling = all(map(_suits_kernels, self.param_groups[0]["params"]))
         self.param_groups += others.param_groups
 
@@ -65,57 +67,82 @@ class Muon(torch.optim.Optimizer):
                 delattr(others, name)
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        by_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
-        for matrix in group["params"]:
-            if matrix.grad is not None:
-                by_shape[matrix.shape].append(matrix)
-        for shape, matrices in by_shape.items():
-            for matrix in matrices:
-                if not self.state[matrix]:
-                    self.state[matrix]["updates"] = torch.zeros((), device=matrix.device)
-                    self.state[matrix]["momentum"] = torch.zeros_like(matrix)
-            # Each output changes by about as much, however many inputs it has.
-            rate = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
-            kept = 1.0 - group["lr"] * group["weight_decay"]
-            way = self._update_by_kernels if self._step_supports_amp_scaling else self._update
-            way(matrices, momentum=group["momentum"], rate=rate, kept=kept)
+        matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
+        by_shape: dict[torch.Size, list[_Part]] = defaultdict(list)
+        for matrix in matrices:
+            for part in self._parts(matrix):
+                by_shape[part.weight.shape].append(part)
+        way = _update_by_kernels if self._step_supports_amp_scaling else _update
+        skipped = vars(self).get("found_inf")
+        for shape, parts in by_shape.items():
+            way(
+                parts,
+                momentum=group["momentum"],
+                # Each output changes by about as much, however many inputs it has.
+                rate=group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5,
+                kept=1.0 - group["lr"] * group["weight_decay"],
+                divisor=vars(self).get("grad_scale"),
+                skipped=skipped,
+            )
+        if matrices:
+            updates = [self.state[matrix]["updates"] for matrix in matrices]
+            torch._foreach_add_(updates, torch.ones_like(updates[0]) if skipped is None else 1.0 - skipped)
 
-    def _update(self, matrices: list[Tensor], *, momentum: float, rate: float, kept: float) -> None:
-        """matrix <- kept * matrix - rate * direction, for matrices of one shape."""
-        gradients, momenta, updates = self._parts(matrices)
-        mu = momentum_at(int(updates[0]), momentum)
-        torch._foreach_lerp_(momenta, gradients, 1.0 - mu)
-        ahead = torch.stack(torch._foreach_lerp(gradients, momenta, mu))  # Nesterov's look ahead
-        directions = orthogonal(ahead)
-        if kept != 1.0:
-            torch._foreach_mul_(matrices, kept)
-        torch._foreach_add_(matrices, list(directions.to(matrices[0].dtype).unbind()), alpha=-rate)
-        torch._foreach_add_(updates, 1.0)
+    def _parts(self, matrix: Tensor) -> list[_Part]:
+        assert matrix.grad is not None
+        state = self.state[matrix]
+        if not state:
+            state["updates"], state["momentum"] = torch.zeros((), device=matrix.device), torch.zeros_like(matrix)
+        rows = list(self._row_parts.get(matrix, [len(matrix)]))
+        divided = zip(*(torch.split(each, rows) for each in (matrix, matrix.grad, state["momentum"])), strict=True)
+        return [_Part(weight, gradient, momentum, state["updates"]) for weight, gradient, momentum in divided]
 
-    def _update_by_kernels(self, matrices: list[Tensor], *, momentum: float, rate: float, kept: float) -> None:
-        """The same, but for what the device is told to leave out."""
-        from drumline import fused_muon  # needs Triton
 
-        gradients, momenta, updates = self._parts(matrices)
-        device = matrices[0].device
-        skipped = vars(self).get("found_inf", torch.zeros((), device=device))
-        divisor = vars(self).get("grad_scale")
-        ahead = fused_muon.look_ahead(
-            gradients,
-            momenta,
-            updates=updates[0],
-            divisor=torch.ones((), device=device) if divisor is None else divisor,
-            skipped=skipped,
-            momentum=(FIRST_MOMENTUM, momentum, MOMENTUM_STEPS),
-        )
-        fused_muon.apply(matrices, raised(ahead), rate=rate, kept=kept, skipped=skipped)
-        torch._foreach_add_(updates, 1.0 - skipped)
+class _Part(NamedTuple):
+    """A matrix, or some rows of one."""
 
-    def _parts(self, matrices: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Gradients, momenta, and how many updates there were."""
-        states = [self.state[matrix] for matrix in matrices]
-        gradients = [matrix.grad for matrix in matrices if matrix.grad is not None]
-        return gradients, [state["momentum"] for state in states], [state["updates"] for state in states]
+    weight: Tensor
+    gradient: Tensor
+    momentum: Tensor
+    updates: Tensor
+    """How many there were."""
+
+
+def _update(parts: Sequence[_Part], *, momentum: float, rate: float, kept: float, **unused: None) -> None:
+    """weight <- kept * weight - rate * direction, for parts of one shape."""
+    weights, gradients, momenta, updates = (list(each) for each in zip(*parts, strict=True))
+    mu = momentum_at(int(updates[0]), momentum)
+    torch._foreach_lerp_(momenta, gradients, 1.0 - mu)
+    directions = orthogonal(torch.stack(torch._foreach_lerp(gradients, momenta, mu)))  # of Nesterov's look ahead
+    if kept != 1.0:
+        torch._foreach_mul_(weights, kept)
+    torch._foreach_add_(weights, list(directions.to(weights[0].dtype).unbind()), alpha=-rate)
+
+
+def _update_by_kernels(
+    parts: Sequence[_Part],
+    *,
+    momentum: float,
+    rate: float,
+    kept: float,
+    divisor: Tensor | None,
+    skipped: Tensor | None,
+) -> None:
+    """The same; gradients are divided, and nothing changes if it is to be skipped."""
+    from drumline import fused_muon  # needs Triton
+
+    weights, gradients, momenta, updates = (list(each) for each in zip(*parts, strict=True))
+    one = torch.ones_like(updates[0])
+    skipped = 1.0 - one if skipped is None else skipped
+    ahead = fused_muon.look_ahead(
+        gradients,
+        momenta,
+        updates=updates[0],
+        divisor=one if divisor is None else divisor,
+        skipped=skipped,
+        momentum=(FIRST_MOMENTUM, momentum, MOMENTUM_STEPS),
+    )
+    fused_muon.apply(weights, raised(ahead), rate=rate, kept=kept, skipped=skipped)
 
 
 def _suits_kernels(matrix: Tensor) -> bool:

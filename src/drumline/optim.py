@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.config import OptimConfig
+from drumline.model import CausalSelfAttention
 from drumline.muon import Muon
 from drumline.presets import RECIPES, filled
 
@@ -70,7 +71,11 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
         eps=_known(optim.eps),
         fused=all(p.device.type in ("cpu", "cuda") for p in model.parameters()),
     )
-    return Muon(matrices, adamw, lr=lr, momentum=_known(optim.momentum), weight_decay=decay) if matrices else adamw
+    if not matrices:
+        return adamw
+    # Queries, keys and values are three matrices, although they are one parameter.
+    row_parts = {part.qkv.weight: part.row_parts for part in model.modules() if isinstance(part, CausalSelfAttention)}
+    return Muon(matrices, adamw, lr=lr, momentum=_known(optim.momentum), weight_decay=decay, row_parts=row_parts)
 
 
 def parameters_by_kind(model: nn.Module) -> dict[str, list[Tensor]]:
