@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from drumline.optim import make_optimizer
 from drumline.parallel import Plain
 from drumline.presets import gpt_config, with_preset
 from drumline.pretrain import token_objective
-from drumline.step import Precision, train_step
+from drumline.step import Gradient, Precision, compute_gradient, update
 
 CONTEXT, VOCAB = 1024, 50304
 Step = Callable[[], float]
@@ -93,11 +94,22 @@ def nanogpt_step(config: GPTConfig, ids: Tensor, targets: Tensor) -> Step:
 def drumline_step(model: GPT, optim: OptimConfig, ids: Tensor, targets: Tensor) -> Step:
     precision = Precision.of(torch.device("cuda"), torch.bfloat16)
     optimizer, strategy = make_optimizer(model, optim), with_graphs(Plain(model), model, precision)
-    numbers: dict[str, Any] = {"weight": ids.numel(), "lr": optim.lr, "grad_clip": optim.grad_clip}
+    batches, weight = [(ids, targets, None)], ids.numel()
+    computed: list[Gradient] = []
+    assert optim.grad_clip is not None
+    change = partial(update, model, optimizer, precision=precision, lr=optim.lr, grad_clip=optim.grad_clip)
+
+    def gradient() -> Gradient:
+        return compute_gradient(
+            model, optimizer, batches, token_objective, strategy, weight=weight, precision=precision
+        )
 
     def step() -> float:
-        batches = [(ids, targets, None)]
-        return train_step(model, optimizer, batches, token_objective, strategy, precision=precision, **numbers).loss
+        """As the loop does it: what comes next is started before the loss is read."""
+        read = change(computed.pop() if computed else gradient())
+        if strategy.looks_ahead:
+            computed.append(gradient())
+        return read().loss
 
     return step
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from drumline.checkpoints import load_optimizer, optimizer_state
 from drumline.config import GPTConfig, OptimConfig
 from drumline.model import GPT
-from drumline.muon import FIRST_MOMENTUM, MOMENTUM_STEPS, Muon, momentum_at, orthogonal
+from drumline.muon import FIRST_MOMENTUM, MOMENTUM_STEPS, Muon, momentum_at, orthogonal, row_factors
 from drumline.optim import make_optimizer
 from drumline.run_folder import RunFolder
 
@@ -23,6 +23,13 @@ OPTIM = OptimConfig(lr=0.02, optimizer="muon", embedding_lr=0.3, head_lr=0.004, 
 
 def random_matrices(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def direction(gradient: Tensor) -> Tensor:
+    """Of the first update: singular values near 1, then rows of one length."""
+    update = orthogonal(gradient[None])[0]
+    rows = torch.nn.functional.normalize(update)
+    return rows * update.norm() / rows.norm()
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 48), (48, 16)], ids=["square", "wide", "tall"])
@@ -62,7 +69,7 @@ def test_queries_keys_and_values_are_updated_each_for_itself() -> None:
     make_optimizer(model, replace(OPTIM, weight_decay=0.0)).step()
     moved = (before - weight.detach()) / OPTIM.lr
     for rows in ((0, 16), (16, 24), (24, 32)):
-        expected = orthogonal(weight.grad[slice(*rows)][None])[0]
+        expected = direction(weight.grad[slice(*rows)])
         torch.testing.assert_close(moved[slice(*rows)], expected, rtol=1e-3, atol=1e-3)
 
 
@@ -78,7 +85,7 @@ def test_a_step_is_the_rate_times_the_orthogonal_update_after_the_decay() -> Non
     optimizer = Muon([matrix], torch.optim.AdamW([{"params": []}]), lr=0.1, momentum=0.95, weight_decay=0.5)
     matrix.grad = random_matrices(1, 12, 6)[0]
     optimizer.step()
-    expected = before * (1 - 0.1 * 0.5) - 0.1 * 2**0.5 * orthogonal(matrix.grad[None])[0]  # 12 rows, 6 columns
+    expected = before * (1 - 0.1 * 0.5) - 0.1 * 2**0.5 * direction(matrix.grad)  # 12 rows, 6 columns
     torch.testing.assert_close(matrix.detach(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -151,3 +158,18 @@ def test_bitwise_gives_the_same_bits_on_1_2_and_3_ranks_and_resumed_in_the_middl
     for size, steps in ((3, 3), (1, 5), (2, 8)):
         train(size, "part", steps)
     assert len({sha256(run) for run in ("w1", "w2", "w3", "part")}) == 1
+
+
+def test_rows_whose_updates_have_been_large_of_late_are_held_back_and_the_matrix_keeps_its_norm() -> None:
+    variances = [torch.zeros(6)]
+    usual, large = random_matrices(1, 6, 8), random_matrices(1, 6, 8)
+    large[0, 2] *= 10
+    for number in range(30):
+        row_factors(large, variances, torch.tensor(float(number)))
+    factors = row_factors(usual, variances, torch.tensor(30.0))
+    assert factors[0, 2] < 0.3 * factors[0, [0, 1, 3, 4, 5]].min()
+    torch.testing.assert_close((usual * factors[..., None]).norm(), usual.norm())
+    before = variances[0].clone()
+    row_factors(usual, variances, torch.tensor(31.0), skipped=torch.ones(()))
+    assert torch.equal(variances[0], before)
+    assert row_factors(torch.zeros(1, 6, 8), [torch.zeros(6)], torch.zeros(())).isfinite().all()

@@ -86,7 +86,7 @@ def _normalise_kernel(ahead, squares, blocks, size, BLOCK: tl.constexpr, BLOCKS:
 
 
 @triton.jit
-def _apply_kernel(matrices, directions, skipped, rate, kept, size, BLOCK: tl.constexpr):
+def _apply_kernel(matrices, directions, factors, skipped, rate, kept, size, columns, BLOCK: tl.constexpr):
     """One program: BLOCK numbers of one matrix."""
     matrix = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -94,22 +94,22 @@ def _apply_kernel(matrices, directions, skipped, rate, kept, size, BLOCK: tl.con
     if tl.load(skipped) == 0.0:
         weight = tl.load(matrices + matrix).to(tl.pointer_type(tl.float32)) + at
         direction = tl.load(directions + matrix.to(tl.int64) * size + at, mask=inside, other=0.0).to(tl.float32)
+        direction *= tl.load(factors + matrix * (size // columns) + at // columns, mask=inside, other=0.0)
         tl.store(weight, tl.load(weight, mask=inside, other=0.0) * kept - rate * direction, mask=inside)
 
 
-def apply(matrices: Sequence[Tensor], directions: Tensor, *, rate: float, kept: float, skipped: Tensor) -> None:
-    """matrix <- kept * matrix - rate * direction: float32 each, bf16 (n, rows, columns)."""
-    size = matrices[0].numel()
+def apply(
+    matrices: Sequence[Tensor], directions: Tensor, factors: Tensor, *, rate: float, kept: float, skipped: Tensor
+) -> None:
+    """matrix <- kept * matrix - rate * factor of the row * direction.
+
+    matrices: n of float32 (rows, columns); directions: bf16 (n, rows, columns); factors: float32 (n, rows)
+    """
+    size, columns = matrices[0].numel(), matrices[0].size(1)
     _apply_kernel[(triton.cdiv(size, _BLOCK), len(matrices))](
-        _addresses(matrices),
-        directions.contiguous(),
-        skipped,
-        float(rate),
-        float(kept),
-        size,
-        BLOCK=_BLOCK,
-        num_warps=8,
-    )
+        _addresses(matrices), directions.contiguous(), factors.contiguous(), skipped, float(rate), float(kept), size,
+        columns, BLOCK=_BLOCK, num_warps=8,
+    )  # fmt: skip
 
 
 def _addresses(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,5 +1,8 @@
 """Muon: the update of a matrix is its momentum with all singular values brought near 1; other weights are AdamW's.
 
+Then each row is divided by how large its updates have been of late, as Adam does with each number ("NorMuon", Li et
+al., 2025): outputs of a layer learn at about one rate.
+
 Matrices of one shape are brought there together, as one batch of matrix products. Every rank computes the same update
 from the same gradient, so nothing is exchanged.
 """
@@ -16,6 +19,8 @@ from torch import Tensor
 
 FIRST_MOMENTUM, MOMENTUM_STEPS = 0.85, 100
 """Momentum grows from this, over so many steps: early gradients are soon out of date."""
+
+_VARIANCE_BETA = 0.95
 
 # x <- a x + b (x x^T) x + c (x x^T)^2 x, with triples that differ from one iteration to the next: the first four of
 # "Polar Express" (Amsel et al., 2025). They leave singular values between about 0.4 and 1.6, which is near enough.
@@ -93,9 +98,11 @@ class Muon(torch.optim.Optimizer):
         state = self.state[matrix]
         if not state:
             state["updates"], state["momentum"] = torch.zeros((), device=matrix.device), torch.zeros_like(matrix)
+            state["variance"] = torch.zeros(len(matrix), device=matrix.device)
         rows = list(self._row_parts.get(matrix, [len(matrix)]))
-        divided = zip(*(torch.split(each, rows) for each in (matrix, matrix.grad, state["momentum"])), strict=True)
-        return [_Part(weight, gradient, momentum, state["updates"]) for weight, gradient, momentum in divided]
+        whole = (matrix, matrix.grad, state["momentum"], state["variance"])
+        divided = zip(*(torch.split(each, rows) for each in whole), strict=True)
+        return [_Part._make((*part, state["updates"])) for part in divided]
 
 
 class _Part(NamedTuple):
@@ -104,16 +111,19 @@ class _Part(NamedTuple):
     weight: Tensor
     gradient: Tensor
     momentum: Tensor
+    variance: Tensor
+    """Of each row's updates."""
     updates: Tensor
     """How many there were."""
 
 
 def _update(parts: Sequence[_Part], *, momentum: float, rate: float, kept: float, **unused: None) -> None:
     """weight <- kept * weight - rate * direction, for parts of one shape."""
-    weights, gradients, momenta, updates = (list(each) for each in zip(*parts, strict=True))
+    weights, gradients, momenta, variances, updates = (list(each) for each in zip(*parts, strict=True))
     mu = momentum_at(int(updates[0]), momentum)
     torch._foreach_lerp_(momenta, gradients, 1.0 - mu)
     directions = orthogonal(torch.stack(torch._foreach_lerp(gradients, momenta, mu)))  # of Nesterov's look ahead
+    directions = directions * row_factors(directions, variances, updates[0]).unsqueeze(2)
     if kept != 1.0:
         torch._foreach_mul_(weights, kept)
     torch._foreach_add_(weights, list(directions.to(weights[0].dtype).unbind()), alpha=-rate)
@@ -131,7 +141,7 @@ def _update_by_kernels(
     """The same; gradients are divided, and nothing changes if it is to be skipped."""
     from drumline import fused_muon  # needs Triton
 
-    weights, gradients, momenta, updates = (list(each) for each in zip(*parts, strict=True))
+    weights, gradients, momenta, variances, updates = (list(each) for each in zip(*parts, strict=True))
     one = torch.ones_like(updates[0])
     skipped = 1.0 - one if skipped is None else skipped
     ahead = fused_muon.look_ahead(
@@ -142,7 +152,9 @@ def _update_by_kernels(
         skipped=skipped,
         momentum=(FIRST_MOMENTUM, momentum, MOMENTUM_STEPS),
     )
-    fused_muon.apply(weights, raised(ahead), rate=rate, kept=kept, skipped=skipped)
+    directions = raised(ahead)
+    factors = row_factors(directions, variances, updates[0], skipped=skipped)
+    fused_muon.apply(weights, directions, factors, rate=rate, kept=kept, skipped=skipped)
 
 
 def _suits_kernels(matrix: Tensor) -> bool:
@@ -153,6 +165,25 @@ def _suits_kernels(matrix: Tensor) -> bool:
 def momentum_at(step: int, momentum: float) -> float:
     """`step` counts from 0."""
     return FIRST_MOMENTUM + (momentum - FIRST_MOMENTUM) * min(1.0, step / MOMENTUM_STEPS)
+
+
+def row_factors(
+    directions: Tensor, variances: list[Tensor], updates: Tensor, *, skipped: Tensor | None = None
+) -> Tensor:
+    """What to multiply each row with, (N, rows, columns) -> (N, rows), so that a matrix keeps its norm.
+
+    variances: N of (rows,), advanced unless the update is skipped
+    """
+    squares = torch.linalg.vector_norm(directions, dim=2, dtype=torch.float32).square() / directions.size(2)
+    before = torch.stack(variances)
+    after = before.lerp(squares, 1.0 - _VARIANCE_BETA)
+    torch._foreach_copy_(
+        variances, list((after if skipped is None else torch.where(skipped > 0, before, after)).unbind())
+    )
+    factors = 1.0 / ((after / (1.0 - _VARIANCE_BETA ** (updates + 1.0))).sqrt() + 1e-8)
+    left = (squares * factors.square()).sum(1, keepdim=True) + 1e-30
+    kept_norm: Tensor = (squares.sum(1, keepdim=True) / left).sqrt()
+    return factors * kept_norm
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
