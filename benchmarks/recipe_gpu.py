@@ -147,7 +147,8 @@ def read_run(name: str, folder: Path) -> Trained | None:
     tokens = settings["global_batch_size"] * settings["context"]
     steps = [record for record in records if "tokens_per_s" in record]
     laps = [tokens / record["tokens_per_s"] for record in steps]
-    short = round(settings["short_contexts"] * settings["total_steps"])
+    # The first step of another length is started, and its kernels loaded, within the lap of the step before it.
+    short = max(0, round(settings["short_contexts"] * settings["total_steps"]) - 1)
     parts = [part for part in (laps[:short], laps[short:]) if part]
     usual = [statistics.median(part[WARM_STEPS:] or part) for part in parts]
     later = [[lap - each for lap in part[WARM_STEPS:]] for part, each in zip(parts, usual, strict=True)]

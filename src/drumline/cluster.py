@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from drumline.config import Backend, Device
 from drumline.errors import ConfigError, DrumlineError
-from drumline.hardware import fix_arithmetic, pick_device
+from drumline.hardware import fix_arithmetic, pick_device, quicken_pinning
 
 T = TypeVar("T")
 
@@ -202,6 +202,7 @@ def join(*, device: Device = "auto", backend: Backend = "auto", bitwise: bool = 
     if bitwise:
         fix_arithmetic(where)
     if where.type == "cuda":
+        quicken_pinning()
         # Before anything else touches CUDA: a rank that starts on GPU 0 leaves a context of its own there.
         where = torch.device("cuda", place.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(where)

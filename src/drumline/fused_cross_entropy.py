@@ -50,7 +50,8 @@ def _cross_entropy_kernel(
     sums = tl.zeros((BLOCK,), dtype=tl.float32)  # added up across the row only once, at the end
     for start in range(0, vocab, BLOCK):
         columns = start + offsets
-        x = tl.load(base + columns, mask=columns < vocab, other=-float("inf")).to(tl.float32)
+        x = tl.load(base + columns, mask=columns < vocab, other=-float("inf"), eviction_policy="evict_last")
+        x = x.to(tl.float32)
         if softcap > 0.0:
             # Capped logits are at most softcap, so that needs no maximum.
             sums += tl.where(columns < vocab, tl.exp2((_capped(x, softcap, FAST) - softcap) * _LOG2_E), 0.0)
@@ -71,7 +72,7 @@ def _cross_entropy_kernel(
         counts = tl.where(target == ignored, 0.0, scale)
         for start in range(0, vocab, BLOCK):
             columns = start + offsets
-            x = tl.load(base + columns, mask=columns < vocab, other=0.0).to(tl.float32)
+            x = tl.load(base + columns, mask=columns < vocab, other=0.0, eviction_policy="evict_first").to(tl.float32)
             if softcap > 0.0:
                 x = _capped(x, softcap, FAST)
             gradient = tl.exp2((x - normaliser) * _LOG2_E) - tl.where(columns == target, 1.0, 0.0)
@@ -121,7 +122,7 @@ def _losses(
         GRADIENT=gradient,
         FLOAT8=float8 is not None,
         FAST=logits.is_cuda and gradient,  # to judge a model takes exact arithmetic
-        BLOCK=min(8192, triton.next_power_of_2(vocab)),
-        num_warps=16,
+        BLOCK=min(4096, triton.next_power_of_2(vocab)),
+        num_warps=8,
     )
     return losses
