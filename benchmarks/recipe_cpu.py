@@ -43,6 +43,11 @@ WITHOUT = {
     "whole contexts in the first half": "--short_contexts 0.5",
 }
 """What is left out, and the flags that do so."""
+INSIDE_MUON = {
+    "updates of rows at one rate": "drumline.muon.row_factors = lambda rows, *_, **__: rows.new_ones(rows.shape[:2])",
+    "queries, keys and values apart": "drumline.optim.CausalSelfAttention = type(None)",
+}
+"""What has no flag: the line that takes it out."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +57,23 @@ class Trained:
     wall_s: float
 
 
-def drumline(*arguments: str) -> None:
+def drumline(*arguments: str, changed: str = "") -> None:
+    """The command; `changed` is run before it."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "drumline", *arguments]
+    code = f"import drumline.optim; {changed}; from drumline.cli import main; main()"
+    command = [sys.executable, *(["-c", code] if changed else ["-m", "drumline"]), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     if done.returncode:
         raise SystemExit(done.stderr)
 
 
-def train(folder: Path, flags: str, *, steps: int) -> Trained:
+def train(folder: Path, flags: str, *, steps: int, changed: str = "") -> Trained:
     """Train once, in a folder of its own beside the prepared text."""
     run = Path(tempfile.mkdtemp(dir=folder)) / "run"
     fixed = f"--train_data_path {folder / 'text'} --run_dir {run} --device cpu --total_steps {steps}"
     judged = "--eval_windows 1000000 --eval_every 1000000"
     start = time.perf_counter()
-    drumline("train", *fixed.split(), *judged.split(), *flags.split())
+    drumline("train", *fixed.split(), *judged.split(), *flags.split(), changed=changed)
     wall_s = time.perf_counter() - start
     records = read_metrics(run / "metrics.jsonl")
     speed = statistics.median(record["tokens_per_s"] for record in records if "tokens_per_s" in record)
@@ -74,17 +81,17 @@ def train(folder: Path, flags: str, *, steps: int) -> Trained:
     return Trained(bits_per_byte=bits, tokens_per_s=speed, wall_s=wall_s)
 
 
-def side_by_side(folder: Path, runs: Sequence[tuple[str, int]]) -> Iterator[Trained]:
-    """Train each (flags, steps), two at a time."""
+def side_by_side(folder: Path, runs: Sequence[tuple[str, int, str]]) -> Iterator[Trained]:
+    """Train each (flags, steps, what is changed), two at a time."""
     with ThreadPoolExecutor(2) as pool:
-        yield from pool.map(lambda run: train(folder, run[0], steps=run[1]), runs)
+        yield from pool.map(lambda run: train(folder, run[0], steps=run[1], changed=run[2]), runs)
 
 
 def compare(folder: Path, steps: int) -> None:
     recipes = ("--recipe modern", "--recipe classic")
-    modern, classic = side_by_side(folder, [(flags, 50) for flags in recipes])
+    modern, classic = side_by_side(folder, [(flags, 50, "") for flags in recipes])
     classic_steps = round(steps * classic.tokens_per_s / modern.tokens_per_s)
-    modern, classic = side_by_side(folder, list(zip(recipes, (steps, classic_steps), strict=True)))
+    modern, classic = side_by_side(folder, [(recipes[0], steps, ""), (recipes[1], classic_steps, "")])
     for name, found, taken in (("modern", modern, steps), ("classic", classic, classic_steps)):
         print(f"{name:<9} {found.bits_per_byte:.4f} bits/byte, {taken} steps in {found.wall_s:.0f} s")
     print(f"modern / classic  {modern.bits_per_byte / classic.bits_per_byte:.3f} (target: at most 0.85)")
@@ -92,8 +99,9 @@ def compare(folder: Path, steps: int) -> None:
 
 def ablate(folder: Path, steps: int) -> None:
     print(f"{steps} steps\n{'without':<42}bits/byte   tokens/s")
-    found = side_by_side(folder, [(f"--recipe modern {flags}", steps) for flags in WITHOUT.values()])
-    for name, trained in zip(WITHOUT, found, strict=True):
+    runs = [(f"--recipe modern {flags}", steps, "") for flags in WITHOUT.values()]
+    runs += [("--recipe modern", steps, line) for line in INSIDE_MUON.values()]
+    for name, trained in zip((*WITHOUT, *INSIDE_MUON), side_by_side(folder, runs), strict=True):
         print(f"{name:<42}{trained.bits_per_byte:9.4f} {trained.tokens_per_s:10.0f}", flush=True)
 
 
