@@ -1,5 +1,6 @@
 """CUDA graphs: only where they can be, and steps that are replayed compute what steps that are launched do."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from drumline.config import GPTConfig, OptimConfig
+from drumline.fused_gpt import FusedGPT
 from drumline.graphs import Recorded, with_graphs
 from drumline.model import GPT
 from drumline.optim import make_optimizer
@@ -18,13 +20,16 @@ MODEL = GPTConfig(vocab_size=512, max_position_embeddings=64, n_layers=2, n_head
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def test_nothing_is_recorded_without_a_gpu_and_nothing_of_other_models() -> None:
-    model, precision = GPT(MODEL), Precision.of(torch.device("cpu"), torch.bfloat16)
-    plain = Plain(model)
-    assert with_graphs(plain, model, precision) is plain
-    other = torch.nn.Linear(2, 2)
-    plain = Plain(other)
-    assert with_graphs(plain, other, precision) is plain
+class Own(GPT):
+    """A model of somebody else's."""
+
+
+def test_only_our_own_models_on_a_gpu_without_dropout_are_recorded() -> None:
+    cpu, gpu = (Precision.of(torch.device(device), torch.bfloat16) for device in ("cpu", "cuda"))
+    models = GPT(MODEL), FusedGPT(MODEL), Own(MODEL), GPT(replace(MODEL, dropout=0.1)), torch.nn.Linear(2, 2)
+    for precision, recorded in ((cpu, [False] * 5), (gpu, [True, True, False, False, False])):
+        strategies = [with_graphs(Plain(model), model, precision) for model in models]
+        assert [isinstance(strategy, Recorded) for strategy in strategies] == recorded
 
 
 def micro_batches(step: int, *, count: int, length: int) -> list[tuple[Tensor, Tensor, None]]:

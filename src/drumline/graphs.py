@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumline.fused_gpt import Float8GPT, FusedGPT
 from drumline.model import GPT
 from drumline.parallel import Backward as AnyBackward
 from drumline.parallel import Plain, Strategy, Votes, message
@@ -30,10 +31,13 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 
 
 def with_graphs(strategy: Strategy, model: nn.Module, precision: Precision) -> Strategy:
-    """The strategy with recorded micro-batches, where that can be done: one process, drumline's own model on CUDA."""
-    suits = isinstance(strategy, Plain) and isinstance(model, GPT) and not model.config.dropout
-    suits = suits and precision.device.type == "cuda" and not precision.scaler.is_enabled()
-    return Recorded(model) if suits else strategy
+    """The strategy with recorded micro-batches, where that can be done: one process, drumline's own model on CUDA.
+
+    What Python does in the forward of a model that somebody else wrote would not be done again.
+    """
+    ours = isinstance(model, GPT) and type(model) in (GPT, FusedGPT, Float8GPT) and not model.config.dropout
+    on_gpu = precision.device.type == "cuda" and not precision.scaler.is_enabled()
+    return Recorded(model) if ours and on_gpu and isinstance(strategy, Plain) else strategy
 
 
 class Recorded:
