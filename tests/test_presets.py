@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from drumline.cli import run_command
 from drumline.config import ModelSettings, OptimConfig, Recipe, TrainConfig
@@ -121,8 +122,15 @@ def test_dry_run_counts_the_weights_and_state_of_every_option(capsys: pytest.Cap
     assert parameters(*untied) == modern - 3 * table + 4 * (2 * 192 + 2 * 48) + 192
 
 
-def test_dry_run_counts_one_moment_for_muons_matrices_and_two_for_adamws() -> None:
-    from drumline.dry_run import memory_bytes
+def test_dry_run_counts_one_moment_for_muons_matrices_and_two_for_adamws_and_never_all_logits() -> None:
+    from drumline.dry_run import Memory, estimate
 
-    shape = {"tokens": 1, "n_layers": 1, "d_model": 1, "vocab_size": 1, "value_bytes": 4}
-    assert memory_bytes(10, **shape)[0] == 160 and memory_bytes(10, by_muon=6, **shape)[0] == 4 * 16 + 6 * 12
+    def estimated(tokens: int = 1024, **settings: Any) -> Memory:
+        config = with_preset(TrainConfig(model=ModelSettings(preset="modern"), optim=OptimConfig(**settings)))
+        return estimate(config, tokens=tokens, vocab_size=50304, device=torch.device("cpu"), dtype=torch.float32)
+
+    muon, adamw = estimated(), estimated(optimizer="adamw")
+    assert adamw.state_bytes == 16 * adamw.parameters
+    assert muon.state_bytes == adamw.state_bytes - 4 * 12 * 12 * 768**2
+    small, large = estimated(tokens=8192).activation_bytes, estimated(tokens=32768).activation_bytes
+    assert large - small == 24576 * 12 * 768 * 33 * 4  # the blocks' alone

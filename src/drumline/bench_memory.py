@@ -22,18 +22,16 @@ import torch
 from drumline.batches import BatchPlan
 from drumline.cluster import World
 from drumline.config import TrainConfig
-from drumline.dry_run import memory_bytes
+from drumline.dry_run import estimate
 from drumline.errors import ConfigError
 from drumline.hardware import pick_dtype
-from drumline.runs import build_model
 from drumline.workload import Workload
 
 _USABLE = {"cuda": 0.95, "cpu": 0.8}
 """The share of free memory that a step may take: a GPU's gets fragmented, and a CPU's is not ours alone."""
 _LOOK_EVERY_S = 0.002
-_UNFUSED = 2.5
-"""A CPU keeps more for backward than the estimate, which counts for kernels that are fused: 19 values instead of 14 for
-each token, layer and unit of width in a classic model, 33 in a modern one."""
+_MARGIN = 1.2
+"""What is computed with comes on top of what is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,20 +108,16 @@ def estimated_bytes(config: TrainConfig, world: World, batch_size: int) -> int:
 
     Of the rank that has most; all ranks call it.
     """
-    model, vocab_size = config.model, config.data.vocab_size
-    assert model.context and model.n_layers and model.d_model and vocab_size
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in build_model(config, vocab_size=vocab_size).parameters())
-    dtype = pick_dtype(config.run.dtype, world.device)
-    state, activations = memory_bytes(
-        parameters,
-        tokens=batch_size * model.context,
-        n_layers=model.n_layers,
-        d_model=model.d_model,
-        vocab_size=vocab_size if config.run.compile or dtype == torch.float16 else 0,  # else never all logits at once
-        value_bytes=dtype.itemsize,
+    context, vocab_size = config.model.context, config.data.vocab_size
+    assert context and vocab_size
+    memory = estimate(
+        config,
+        tokens=batch_size * context,
+        vocab_size=vocab_size,
+        device=world.device,
+        dtype=pick_dtype(config.run.dtype, world.device),
     )
-    own = psutil.Process().memory_info().rss + state + _UNFUSED * activations
+    own = psutil.Process().memory_info().rss + memory.state_bytes + _MARGIN * memory.activation_bytes
     return int(max(world.gather(own)))
 
 
