@@ -110,13 +110,17 @@ def test_residual_sum_and_norm_equal_the_plain_ones(kernels: Callable[[str], Mod
 def test_normalised_and_turned_queries_and_keys_equal_the_plain_ones(kernels: Callable[[str], ModuleType]) -> None:
     ops = kernels("fused_ops")
     rope = GPT(MODERN).rope.to(DEVICE)  # type: ignore[union-attr]
+    given = normal(320, 64), normal(192, 64, std=0.2), positive(16), positive(16)
+    check(
+        lambda *args: ops.qkv(*args, None, rope, heads=4),
+        lambda *args: ops.qkv_reference(*args, None, rope.double(), heads=4),
+        *given,
+    )
     check(
         lambda *args: ops.qkv(*args, rope, heads=4),
         lambda *args: ops.qkv_reference(*args, rope.double(), heads=4),
-        normal(320, 64),
-        normal(192, 64, std=0.2),
-        positive(16),
-        positive(16),
+        *given,
+        normal(5, 64, 4, 16).transpose(1, 2),
     )
 
 
@@ -125,8 +129,8 @@ def test_norms_without_weights_are_norms_of_ones(kernels: Callable[[str], Module
     ops = kernels("fused_ops")
     rope, ones = GPT(MODERN).rope.to(DEVICE), torch.ones(16, device=DEVICE)  # type: ignore[union-attr]
     check(
-        lambda *args: ops.qkv(*args, None, None, rope, heads=4),
-        lambda *args: ops.qkv_reference(*args, ones, ones, rope.double(), heads=4),
+        lambda *args: ops.qkv(*args, None, None, None, rope, heads=4),
+        lambda *args: ops.qkv_reference(*args, ones, ones, None, rope.double(), heads=4),
         normal(320, 64),
         normal(192, 64, std=0.2),
     )

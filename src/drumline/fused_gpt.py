@@ -196,11 +196,10 @@ def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:
             attention.qkv.weight,
             _weight(attention.query_norm, None),
             _weight(attention.key_norm, None),
+            extra_values.get(layer),
             rope,
             heads=attention.n_heads,
         )  # 3 x (B, H, T, W)
-        if layer in extra_values:
-            v = v + extra_values[layer]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         attended = linear(y.transpose(1, 2).reshape(x.shape), attention.out.weight)  # (N, D)
         x, normed = add_rms_norm(x, attended, _weight(block.feed_forward_norm, ones))

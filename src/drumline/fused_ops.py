@@ -142,9 +142,19 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def qkv_reference(
-    x: Tensor, weight: Tensor, query_norm: Tensor, key_norm: Tensor, rope: Tensor, *, heads: int
+    x: Tensor,
+    weight: Tensor,
+    query_norm: Tensor,
+    key_norm: Tensor,
+    extra_values: Tensor | None,
+    rope: Tensor,
+    *,
+    heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalised and turned queries and keys, and values: (N, D), (3 D, D), 2 (W), (2, T, W/2) -> 3 (B, H, T, W)."""
+    """Normalised and turned queries and keys, and values with what is added to them.
+
+    (N, D), (3 D, D), 2 (W), (B, H, T, W), (2, T, W/2) -> 3 (B, H, T, W)
+    """
     cos, sin = rope
     split = F.linear(x, weight).view(-1, len(cos), 3, heads, x.size(1) // heads).permute(2, 0, 3, 1, 4)
     turned = []
@@ -152,28 +162,46 @@ def qkv_reference(
         unit = F.rms_norm(part.float(), (part.size(-1),), eps=EPSILON) * learned
         first, second = unit.chunk(2, dim=-1)
         turned.append(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x))
-    return turned[0], turned[1], split[2]
+    return turned[0], turned[1], split[2] if extra_values is None else split[2] + extra_values
 
 
 def qkv(
-    x: Tensor, weight: Tensor, query_norm: Tensor | None, key_norm: Tensor | None, rope: Tensor, *, heads: int
+    x: Tensor,
+    weight: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    extra_values: Tensor | None,
+    rope: Tensor,
+    *,
+    heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the reference, for bf16 x, float32 norms and rope: three views of one buffer. Norms of ones may be None."""
     norms = None if query_norm is None or key_norm is None else torch.stack((query_norm, key_norm))
-    result: tuple[Tensor, Tensor, Tensor] = _QKV.apply(x, weight, norms, rope.contiguous(), heads)
+    result: tuple[Tensor, Tensor, Tensor] = _QKV.apply(x, weight, norms, extra_values, rope.contiguous(), heads)
     return result
 
 
 @triton.jit
 def _norm_turn_kernel(
-    qkv, rstd, norms, cos, sin, rows, length, eps, LEARNS: tl.constexpr, heads: tl.constexpr, width: tl.constexpr,
-    ROWS: tl.constexpr,
+    qkv, rstd, norms, extra, cos, sin, rows, length, eps, LEARNS: tl.constexpr, heads: tl.constexpr,
+    width: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """In place on the queries and keys of bf16 (N, 3, H, W). One program: ROWS tokens of one head."""
-    head = tl.program_id(0)  # 0 .. 2 H
+    """In place on bf16 (N, 3, H, W); extra, added to the values if there is a program for them: bf16 (N, H, W).
+
+    One program: ROWS tokens of one head.
+    """
+    head = tl.program_id(0)  # 0 .. 2 H, or 3 H
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     half: tl.constexpr = width // 2
     column = tl.arange(0, half)
+    if head >= 2 * heads:
+        whole = tl.arange(0, width)
+        there = (row < rows)[:, None] & (whole < width)[None, :]
+        place = qkv + row.to(tl.int64)[:, None] * (3 * heads * width) + head * width + whole[None, :]
+        more = extra + row.to(tl.int64)[:, None] * (heads * width) + (head - 2 * heads) * width + whole[None, :]
+        value = tl.load(place, mask=there).to(tl.float32) + tl.load(more, mask=there).to(tl.float32)
+        tl.store(place, value.to(tl.bfloat16), mask=there)
+        return
     inside = (row < rows)[:, None] & (column < half)[None, :]
     at = row.to(tl.int64)[:, None] * (3 * heads * width) + head * width + column[None, :]
     first = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
@@ -258,14 +286,22 @@ def _norm_turn_backward_kernel(
 class _QKV(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, norms: Tensor | None, rope: Tensor, heads: int
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        norms: Tensor | None,
+        extra_values: Tensor | None,
+        rope: Tensor,
+        heads: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows, width, length = x.size(0), x.size(1) // heads, rope.size(1)
         weight = weight.to(x.dtype)
         qkv = x @ weight.t()  # (N, 3 D)
         rstd = torch.empty(rows, 2 * heads, dtype=torch.float32, device=x.device)
-        _norm_turn_kernel[(2 * heads, triton.cdiv(rows, _TURN_ROWS))](
-            qkv, rstd, norms, rope[0], rope[1], rows, length, EPSILON, LEARNS=norms is not None, heads=heads,
+        extra = None if extra_values is None else extra_values.transpose(1, 2).contiguous()
+        slots = 2 * heads if extra is None else 3 * heads
+        _norm_turn_kernel[(slots, triton.cdiv(rows, _TURN_ROWS))](
+            qkv, rstd, norms, extra, rope[0], rope[1], rows, length, EPSILON, LEARNS=norms is not None, heads=heads,
             width=width, ROWS=_TURN_ROWS, num_warps=4,
         )  # fmt: skip
         ctx.save_for_backward(x, weight, norms, rope, qkv, rstd)
@@ -288,7 +324,8 @@ class _QKV(torch.autograd.Function):
             heads=heads, width=width, ROWS=_TURN_ROWS, TIMES=times, num_warps=4,
         )  # fmt: skip
         by_norms = shares.sum((0, 2)) if learns else None
-        return by_qkv @ weight, by_weight(by_qkv, x), by_norms, None, None
+        by_extra = by_v.transpose(1, 2) if ctx.needs_input_grad[3] else None
+        return by_qkv @ weight, by_weight(by_qkv, x), by_norms, by_extra, None, None
 
 
 def embedding_reference(ids: Tensor, table: Tensor) -> Tensor:
