@@ -10,7 +10,7 @@ import torch
 from drumline.cli import run_command
 from drumline.config import ModelSettings, OptimConfig, Recipe, TrainConfig
 from drumline.config_file import differences, from_settings, read_settings, sections, to_toml
-from drumline.presets import PRESETS, RECIPES, gpt_config, with_preset
+from drumline.presets import HEAD_LR_WIDTH, PRESETS, RECIPES, gpt_config, with_preset
 
 OPTIONS: dict[str, Any] = {
     "tie_embeddings": True,
@@ -48,7 +48,8 @@ def test_each_recipe_can_be_chosen_for_each_preset_and_modern_ones_have_the_mode
         found = settings(with_preset(TrainConfig(model=ModelSettings(preset=name, recipe=recipe))))
         assert found["recipe"] == recipe
         expected = {**RECIPES[recipe], **PRESETS[name].adjusted}
-        assert {key: found[key] for key in expected} == expected
+        rate = expected.pop("head_lr", None)  # at one width
+        assert {key: found[key] for key in expected} == expected and (found["head_lr"] is None) == (rate is None)
 
 
 @pytest.mark.parametrize("name", ["tiny", "modern-tiny"])
@@ -76,12 +77,21 @@ def test_the_rate_is_that_of_the_optimizer_in_use() -> None:
 
     chosen = PRESETS["modern-tiny"]
     modern = {**RECIPES["modern"], **chosen.adjusted}
-    own = (modern["embedding_lr"], modern["head_lr"])
+    own = (modern["embedding_lr"], modern["head_lr"] * (HEAD_LR_WIDTH / chosen.shape["d_model"]))
     assert rates() == (chosen.muon_lr, *own)
     assert rates(optimizer="adamw") == (chosen.lr, *own)
     assert rates(lr=0.5) == (0.5, *own)
     assert rates(recipe="classic") == (chosen.lr, None, None)
     assert rates(recipe="classic", optimizer="muon") == (chosen.muon_lr, chosen.lr, chosen.lr)
+
+
+@pytest.mark.parametrize(("preset", "d_model"), [("modern-tiny", None), ("modern-medium", None), ("modern", 1536)])
+def test_the_heads_rate_is_in_inverse_proportion_to_the_width(preset: str, d_model: int | None) -> None:
+    config = with_preset(TrainConfig(model=ModelSettings(preset=preset, d_model=d_model)))
+    width = d_model or PRESETS[preset].shape["d_model"]
+    assert config.optim.head_lr == pytest.approx(RECIPES["modern"]["head_lr"] * 768 / width)
+    given = with_preset(TrainConfig(model=ModelSettings(preset=preset), optim=OptimConfig(head_lr=0.5)))
+    assert given.optim.head_lr == 0.5
 
 
 def test_everything_a_recipe_sets_can_be_set_by_itself_and_is_kept_in_the_config(tmp_path: Path) -> None:

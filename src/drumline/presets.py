@@ -61,6 +61,8 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
     },
 }
 """What each recipe sets; a model's settings that it does not name are GPTConfig's defaults. docs/recipe.md says why."""
+HEAD_LR_WIDTH = 768
+"""The width that a recipe's `head_lr` is for: the rate is in inverse proportion to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,10 @@ def with_preset(config: TrainConfig) -> TrainConfig:
     name = config.model.recipe or chosen.recipe
     recipe = {**RECIPES[name], **chosen.adjusted}
     gpt = {**asdict(GPTConfig()), **recipe, **chosen.shape, **chosen.family, "context": chosen.context, "recipe": name}
+    model = filled(config.model, gpt)
+    if "head_lr" in recipe and model.d_model:
+        # What the head reads is as large at any width, so that an update of all its weights moves logits in proportion.
+        recipe["head_lr"] *= HEAD_LR_WIDTH / model.d_model
     rates = {"lr": chosen.lr}
     if (config.optim.optimizer or recipe["optimizer"]) == "muon":
         rates = {"lr": chosen.muon_lr, "embedding_lr": chosen.lr, "head_lr": chosen.lr}
@@ -148,7 +154,7 @@ def with_preset(config: TrainConfig) -> TrainConfig:
         batch = replace(batch, total_steps=chosen.total_steps, epochs=None if chosen.total_steps else 1.0)
     return replace(
         config,
-        model=filled(config.model, gpt),
+        model=model,
         data=replace(config.data, vocab_size=config.data.vocab_size or chosen.vocab_size),
         batch=batch,
         optim=filled(config.optim, {**rates, **recipe}),
