@@ -306,7 +306,7 @@ def load_optimizer(
     optimizer.state.clear()
     for key, tensor in tensors.items():
         kind, name = key.split("/", 1)
-        moves = tensor.shape == parameters[name].shape or counts_on_device
+        moves = kind != "step" or counts_on_device
         optimizer.state[parameters[name]][kind] = tensor.to(parameters[name].device) if moves else tensor
     for key, value in scalars.items():
         kind, name = key.split("/", 1)

@@ -67,6 +67,8 @@ class Recorded:
     def _backward(self, backward: Backward, batch: tuple[Tensor | None, ...]) -> Tensor:
         shapes = tuple(None if part is None else tuple(part.shape) for part in batch)
         if shapes != self._shapes:
+            if self._recording is not None:
+                torch.cuda.synchronize()  # it may still be replayed
             self._shapes, self._times, self._recording = shapes, 0, None
         self._times += 1
         if self._recording is None and self._times > WARM_UPS and self._worth_recording(batch):
