@@ -58,20 +58,35 @@ def test_a_rollback_leaves_out_the_same_data(looks_ahead: pytest.MonkeyPatch) ->
     assert (event["step"], event["to"]) == (4, 2)
 
 
-def test_a_run_that_is_asked_to_stop_stops_a_step_later_at_most_and_goes_on_to_the_same_bits(
+def test_a_run_that_is_asked_to_stop_stops_after_that_step_and_goes_on_to_the_same_bits(
     looks_ahead: pytest.MonkeyPatch,
 ) -> None:
     whole = fit("whole", steps=8, **PLAIN)
     looks_ahead.setattr(Plain, "looks_ahead", True)
-    begin = Loop._step
+    judge = Loop._judged
 
-    def asked(self: Loop, step: int, **more: Any) -> Any:
-        if step == 3 and not Path("asked").exists():
+    def asked(self: Loop, step: int, *more: Any) -> Any:
+        if step == 2 and not Path("asked").exists():
             Path("asked").touch()
             os.kill(os.getpid(), signal.SIGTERM)
-        return begin(self, step, **more)
+        return judge(self, step, *more)
 
-    looks_ahead.setattr(Loop, "_step", asked)
+    looks_ahead.setattr(Loop, "_judged", asked)
     stopped = fit("run", steps=8, **PLAIN)
-    assert stopped.state == "stopped" and 4 <= stopped.step <= 6
+    assert stopped.state == "stopped" and stopped.step == 4  # the fourth step was under way
     assert fit("run", steps=8, **PLAIN).weights_sha256 == whole.weights_sha256
+
+
+def test_data_that_cannot_be_read_for_the_next_step_do_not_cost_the_one_before(looks_ahead: pytest.MonkeyPatch) -> None:
+    looks_ahead.setattr(Plain, "looks_ahead", True)
+    gradient = Loop._gradient
+
+    def broken(self: Loop, step: int, **more: Any) -> Any:
+        if step == 3:
+            raise OSError("no such sample")
+        return gradient(self, step, **more)
+
+    looks_ahead.setattr(Loop, "_gradient", broken)
+    with pytest.raises(OSError, match="no such sample"):
+        fit("run", steps=8, **PLAIN)
+    assert steps("run") == [1, 2, 3]

@@ -10,7 +10,7 @@ import torch
 from drumline.batches import plan_batches
 from drumline.config import TrainConfig
 from drumline.config_file import to_toml
-from drumline.fused_gpt import fits, has_kernels
+from drumline.fused_gpt import FUSED, fits, has_kernels
 from drumline.hardware import pick_device, pick_dtype
 from drumline.optim import parameters_by_kind
 from drumline.presets import gpt_config, preset, with_preset
@@ -80,7 +80,7 @@ def estimate(config: TrainConfig, *, tokens: int, vocab_size: int, device: torch
     by_muon = sum(p.numel() for p in parameters_by_kind(shapes)["matrices"]) if config.optim.optimizer == "muon" else 0
     kernels = dtype == torch.bfloat16 and has_kernels(device) and fits(gpt_config(model, vocab_size=vocab_size))
     kept = _KEPT[(model.norm != "layernorm", config.run.compile)]
-    if kernels and not config.ranks.bitwise and config.model.model == "gpt":
+    if kernels and not config.ranks.bitwise and config.model.model in ("gpt", FUSED):
         kept = _KEPT_BY_KERNELS
     rows = tokens if dtype == torch.float16 else min(tokens, _ROWS_AT_ONCE)  # float16's logits are whole
     logit_bytes = dtype.itemsize if kernels else dtype.itemsize + 8

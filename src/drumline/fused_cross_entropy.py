@@ -45,6 +45,10 @@ def _cross_entropy_kernel(
     base = logits + row * vocab
     target = tl.load(targets + row)
     known = (target >= 0) & (target < vocab)
+    # Before anything is written: another warp may be ahead of this one.
+    wanted = tl.load(base + tl.where(known, target, 0)).to(tl.float32)
+    if softcap > 0.0:
+        wanted = _capped(wanted, softcap, FAST)
     offsets = tl.arange(0, BLOCK)
     top = -1.0e30
     sums = tl.zeros((BLOCK,), dtype=tl.float32)  # added up across the row only once, at the end
@@ -62,9 +66,6 @@ def _cross_entropy_kernel(
     if softcap > 0.0:
         top = softcap
     normaliser = top + tl.log(tl.sum(sums))
-    wanted = tl.load(base + tl.where(known, target, 0)).to(tl.float32)
-    if softcap > 0.0:
-        wanted = _capped(wanted, softcap, FAST)
     # A target that is no token gives no number: whoever guards the loss will see it.
     loss = tl.where(known, normaliser - wanted, float("nan"))
     tl.store(losses + row, tl.where(target == ignored, 0.0, loss))

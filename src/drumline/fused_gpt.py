@@ -26,7 +26,7 @@ from drumline.model import GPT, FeedForward, KVCache, RMSNorm, TransformerBlock
 from drumline.presets import gpt_config
 
 T = TypeVar("T")
-_FUSED, _FLOAT8 = "drumline.fused_gpt:FusedGPT", "drumline.fused_gpt:Float8GPT"
+FUSED, _FLOAT8 = "drumline.fused_gpt:FusedGPT", "drumline.fused_gpt:Float8GPT"
 _TOKENS_MULTIPLE = 128
 _ROWS_AT_ONCE = 8192
 """Of logits: what is kept for backward leaves room for more of them than a plain GPT's."""
@@ -135,7 +135,7 @@ def check_fp8(config: TrainConfig, device: torch.device) -> None:
         return
     assert config.model.context is not None
     unfit = misfits(gpt_config(config.model, vocab_size=1))
-    if config.model.model not in ("gpt", _FUSED):
+    if config.model.model not in ("gpt", FUSED):
         problem, fix = f"is for drumline's own GPT, not for --model {config.model.model}", "use --model gpt"
     elif unfit:
         problem = f"has no kernels for this model: {'; '.join(unfit)}"
@@ -168,7 +168,7 @@ def with_kernels(config: TrainConfig, device: torch.device) -> TrainConfig:
     if config.run.fp8:
         chosen = _FLOAT8
     elif chosen == "gpt" and has_kernels(device) and not config.ranks.bitwise:
-        chosen = _FUSED
+        chosen = FUSED
     return replace(config, model=replace(config.model, model=chosen))
 
 

@@ -183,25 +183,23 @@ def qkv(
 
 @triton.jit
 def _norm_turn_kernel(
-    qkv, rstd, norms, extra, cos, sin, rows, length, eps, LEARNS: tl.constexpr, heads: tl.constexpr,
-    width: tl.constexpr, ROWS: tl.constexpr,
+    qkv, rstd, norms, extra, cos, sin, rows, length, eps, LEARNS: tl.constexpr, HAS_EXTRA: tl.constexpr,
+    heads: tl.constexpr, width: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """In place on bf16 (N, 3, H, W); extra, added to the values if there is a program for them: bf16 (N, H, W).
-
-    One program: ROWS tokens of one head.
-    """
-    head = tl.program_id(0)  # 0 .. 2 H, or 3 H
+    """In place on bf16 (N, 3, H, W); extra, added to values: bf16 (N, H, W). One program: ROWS tokens of one head."""
+    head = tl.program_id(0)  # 0 .. 2 H, or with values 3 H
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     half: tl.constexpr = width // 2
     column = tl.arange(0, half)
-    if head >= 2 * heads:
-        whole = tl.arange(0, width)
-        there = (row < rows)[:, None] & (whole < width)[None, :]
-        place = qkv + row.to(tl.int64)[:, None] * (3 * heads * width) + head * width + whole[None, :]
-        more = extra + row.to(tl.int64)[:, None] * (heads * width) + (head - 2 * heads) * width + whole[None, :]
-        value = tl.load(place, mask=there).to(tl.float32) + tl.load(more, mask=there).to(tl.float32)
-        tl.store(place, value.to(tl.bfloat16), mask=there)
-        return
+    if HAS_EXTRA:  # noqa: SIM102 - what follows must not be looked at otherwise
+        if head >= 2 * heads:
+            whole = tl.arange(0, width)
+            there = (row < rows)[:, None] & (whole < width)[None, :]
+            place = qkv + row.to(tl.int64)[:, None] * (3 * heads * width) + head * width + whole[None, :]
+            more = extra + row.to(tl.int64)[:, None] * (heads * width) + (head - 2 * heads) * width + whole[None, :]
+            value = tl.load(place, mask=there).to(tl.float32) + tl.load(more, mask=there).to(tl.float32)
+            tl.store(place, value.to(tl.bfloat16), mask=there)
+            return
     inside = (row < rows)[:, None] & (column < half)[None, :]
     at = row.to(tl.int64)[:, None] * (3 * heads * width) + head * width + column[None, :]
     first = tl.load(qkv + at, mask=inside, other=0.0).to(tl.float32)
@@ -301,8 +299,8 @@ class _QKV(torch.autograd.Function):
         extra = None if extra_values is None else extra_values.transpose(1, 2).contiguous()
         slots = 2 * heads if extra is None else 3 * heads
         _norm_turn_kernel[(slots, triton.cdiv(rows, _TURN_ROWS))](
-            qkv, rstd, norms, extra, rope[0], rope[1], rows, length, EPSILON, LEARNS=norms is not None, heads=heads,
-            width=width, ROWS=_TURN_ROWS, num_warps=4,
+            qkv, rstd, norms, extra, rope[0], rope[1], rows, length, EPSILON, LEARNS=norms is not None,
+            HAS_EXTRA=extra is not None, heads=heads, width=width, ROWS=_TURN_ROWS, num_warps=4,
         )  # fmt: skip
         ctx.save_for_backward(x, weight, norms, rope, qkv, rstd)
         ctx.heads = heads

@@ -11,8 +11,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -128,14 +128,17 @@ class Loop:
                 step += 1
                 if due(step, Fraction(log_every), last):
                     records.write(self._record(step, result, speed))
+                saves = due(step, save_every, last) or result.save
+                snapshots = self.snapshot_every > 0 and step % self.snapshot_every == 0
+                judges = evaluate is not None and due(step, Fraction(eval_every), last)
+                if saves or snapshots or judges:
+                    self._wait_for_the_device()  # what it computes ahead is no part of the pause
                 with speed.paused():
                     found: Record = {}
-                    if evaluate and due(step, Fraction(eval_every), last):
+                    if evaluate and judges:
                         self.pulse.at("evaluate", step)
                         found = evaluate()
                         records.write({"step": step, **found})
-                    saves = due(step, save_every, last) or result.save
-                    snapshots = self.snapshot_every > 0 and step % self.snapshot_every == 0
                     self._compare_replicas(step, keeps=saves or snapshots)
                     if saves:
                         self.pulse.at("save", step)
@@ -153,13 +156,19 @@ class Loop:
         read = update(self.model, self.optimizer, gradient, precision=self.precision, lr=lr, grad_clip=self.grad_clip)
         if self.strategy.looks_ahead and step + 1 < self._last and not stop:
             # The device goes from this step to the next without a pause; one that was in vain is computed again.
-            self._ahead[step + 1] = self._gradient(step + 1, stop=stop, save=save)
+            with suppress(Exception):  # it will be raised where that step is due, with this one safe
+                self._ahead[step + 1] = self._gradient(step + 1, stop=False, save=False)
         result = read()
+        result = replace(result, stop=result.stop or stop, save=result.save or save)
         self._pace.compare(step + 1, result.work_s)
         if not result.updated:
             for statistic, value in zip(self._statistics(), before, strict=True):
                 statistic.copy_(value)
         return result
+
+    def _wait_for_the_device(self) -> None:
+        if self._ahead and self.precision.device.type == "cuda":
+            torch.cuda.synchronize(self.precision.device)
 
     def _gradient(self, step: int, *, stop: bool, save: bool) -> Gradient:
         return compute_gradient(

@@ -53,7 +53,8 @@ class Muon(torch.optim.Optimizer):
         """row_parts: how many rows belong together, of matrices that are several in one; each is updated for itself"""
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self._others, self._row_parts = others, dict(row_parts or {})
-        self._step_supports_amp_scaling = all(map(_suits_kernels, self.param_groups[0]["params"]))
+        told = bool(getattr(others, "_step_supports_amp_scaling", False)) or not others.param_groups[0]["params"]
+        self._step_supports_amp_scaling = told and all(map(_suits_kernels, self.param_groups[0]["params"]))
         self.param_groups += others.param_groups
 
     @torch.no_grad()
@@ -159,7 +160,8 @@ def _update_by_kernels(
 
 def _suits_kernels(matrix: Tensor) -> bool:
     """Whether Triton's kernels can be had for it."""
-    return matrix.is_cuda and matrix.dtype == torch.float32 and importlib.util.find_spec("triton") is not None
+    plain = matrix.dtype == torch.float32 and matrix.is_contiguous()
+    return matrix.is_cuda and plain and importlib.util.find_spec("triton") is not None
 
 
 def momentum_at(step: int, momentum: float) -> float:
