@@ -40,7 +40,7 @@ LOOP = shown("/home/me/data.py:7 forever", "/src/drumline/loop.py:180 _micro_bat
 IN_BACKWARD = shown(
     f"{TORCH}/autograd/graph.py:979 _engine_run_backward",
     f"{TORCH}/_tensor.py:623 backward",
-    "/src/drumline/step.py:97 backward",
+    "/src/drumline/step.py:97 __call__",
     "/src/drumline/parallel.py:95 accumulate",
 )
 IN_LOSSES = shown(
@@ -143,7 +143,7 @@ def test_a_host_whose_ranks_lost_their_peer_adds_what_they_waited_in() -> None:
     told = hang_cause(hang, [End(1, 11, None, 12, phase="data")], stopped=False, stacks={1: LOOP}).as_dict()
     trace = (
         "Traceback (most recent call last):\n"
-        '  File "/src/drumline/step.py", line 97, in backward\n    scaled.backward()\n'
+        '  File "/src/drumline/step.py", line 97, in __call__\n    scaled.backward()\n'
         f'  File "{TORCH}/autograd/graph.py", line 979, in _engine_run_backward\n    return run_backward(\n'
         "RuntimeError: Connection closed by peer"
     )

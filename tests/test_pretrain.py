@@ -34,7 +34,7 @@ def sha256(run: Path) -> str:
 def test_one_command_goes_from_text_to_a_model_that_writes(
     train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train("--total_steps", "150", "--lr", "0.01", "--log_every", "10") == 0
+    assert train("--total_steps", "150", "--lr", "0.01", "--log_every", "1") == 0
     said = capsys.readouterr().out
     run = Path("runs/modern-tiny")
     assert "bits/byte" in said and "what the model writes now" in said

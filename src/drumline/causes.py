@@ -34,7 +34,7 @@ _SYMPTOMS = re.compile(
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
 _PURPOSES = {
-    ("step", "backward"): "the sum of the gradients",
+    ("step", "__call__"): "the sum of the gradients",
     ("parallel", "_exchange"): "the sum of the gradients",
     ("parallel", "accumulate"): "the sum of the losses",
     ("step", "read"): "the sums of gradients and losses on its device",
