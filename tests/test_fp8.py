@@ -6,9 +6,6 @@ On a CPU the references compute, and the kernels run through Triton's interprete
 import importlib
 import importlib.util
 import inspect
-import os
-import subprocess
-import sys
 import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,9 +13,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import interpreted
 import pytest
 import torch
 import torch.nn.functional as F
+from interpreted import HAS_TRITON, INTERPRETED, WHY_NOT, run_interpreted
 from torch import Tensor
 
 from drumline import fused_fp8, fused_gpt
@@ -41,35 +40,18 @@ from drumline.runs import build_model
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DEVICE = torch.device("cuda" if HOPPER else "cpu")
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # must be so before anything imports Triton
 NEEDS_TRITON = pytest.mark.skipif(
     not HAS_TRITON or (not HOPPER and not INTERPRETED),
-    reason="Triton is not installed" if not HAS_TRITON else "interpreted in a process of its own",
+    reason=WHY_NOT,
 )
 NEEDS_HOPPER = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+MODERN = replace(interpreted.MODERN, n_layers=2)
 CAPS = pytest.mark.parametrize("softcap", [0.0, 15.0])
-MODERN = GPTConfig(
-    vocab_size=512,
-    max_position_embeddings=64,
-    n_layers=2,
-    n_heads=4,
-    d_model=64,
-    d_ff=256,
-    positions="rope",
-    norm="rmsnorm",
-    activation="relu2",
-    qk_norm=True,
-    bias=False,
-)
 
 
 @pytest.mark.skipif(not HAS_TRITON or HOPPER or INTERPRETED, reason="no Triton, or no need")
 def test_the_float8_kernels_equal_their_references_in_tritons_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    run_interpreted(__file__)
 
 
 @pytest.fixture

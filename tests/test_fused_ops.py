@@ -2,9 +2,6 @@
 
 import importlib
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType
@@ -12,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from interpreted import HAS_TRITON, INTERPRETED, MODERN, WHY_NOT, run_interpreted
 from torch import Tensor
 
 from drumline import fused_gpt
@@ -22,27 +20,12 @@ from drumline.model import GPT
 from drumline.muon import Muon
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # must be so before anything imports Triton
 NEEDS_TRITON = pytest.mark.skipif(
     not HAS_TRITON or (DEVICE.type == "cpu" and not INTERPRETED),
-    reason="Triton is not installed" if not HAS_TRITON else "interpreted in a process of its own",
+    reason=WHY_NOT,
 )
 NEEDS_HOPPER = pytest.mark.skipif(
     DEVICE.type != "cuda" or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-)
-MODERN = GPTConfig(
-    vocab_size=512,
-    max_position_embeddings=64,
-    n_layers=3,
-    n_heads=4,
-    d_model=64,
-    d_ff=256,
-    positions="rope",
-    norm="rmsnorm",
-    activation="relu2",
-    qk_norm=True,
-    bias=False,
 )
 RECIPE = replace(MODERN, tie_embeddings=False, norm_weights=False, softcap=15.0, value_tables=2)
 EXACT_TO = 8e-3
@@ -51,10 +34,7 @@ EXACT_TO = 8e-3
 
 @pytest.mark.skipif(not HAS_TRITON or DEVICE.type == "cuda" or INTERPRETED, reason="no Triton, or no need")
 def test_the_kernels_equal_the_plain_operations_in_tritons_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q", __file__]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+    run_interpreted(__file__)
 
 
 @pytest.fixture(scope="module")

@@ -44,10 +44,6 @@ room for widths up to 12544, or for a learned weight of 4 after the norm at a wi
 GRADIENT_TOP = 64.0
 LOGIT_TOP = 1024.0
 """What a logit's gradient, at most 1 a token, is multiplied with."""
-# Hopper's float8 units add up in fewer bits than float32 unless partial sums are moved out of them now and then, which
-# costs some speed. Forward can do without. The products of backward sum over all tokens, or over the whole vocabulary:
-# there what is lost is not noise that averages out, and training with AdamW ended at a higher loss.
-FAST_GRADIENTS = False
 
 
 class Float8(NamedTuple):
@@ -136,7 +132,8 @@ def product(
 ) -> Tensor:
     """As the reference, in another format if need be; all sizes must be multiples of 16.
 
-    fast: add up in the GPU's shorter accumulator
+    fast: add up in the GPU's shorter accumulator, with fewer bits than float32. Forward can do without; the products of
+          backward sum over all tokens, or over the whole vocabulary, where what is lost does not average out
     """
     if not a.is_cuda:
         return product_reference(a, b, a_inverse, b_inverse).to(dtype)
@@ -291,8 +288,8 @@ class _Relu2MLP(torch.autograd.Function):
         x_inverse, up_inverse, down_inverse = inverses
         g8 = float8_gradient(gradient)
         inner, inner_turned = relu2_product(g8.straight, down_turned, g8.inverse, down_inverse, squared)
-        by_x = product(inner, up_turned, g8.inverse, up_inverse, fast=FAST_GRADIENTS)
-        weights = functools.partial(product, fast=FAST_GRADIENTS, dtype=torch.float32)
+        by_x = product(inner, up_turned, g8.inverse, up_inverse, fast=False)
+        weights = functools.partial(product, fast=False, dtype=torch.float32)
         by_up = weights(inner_turned, x_turned, g8.inverse, x_inverse)
         by_down = weights(g8.turned, squared_turned, g8.inverse, scalar(1.0, gradient.device))
         return by_x.to(gradient.dtype), by_up, by_down, None, None

@@ -1,0 +1,33 @@
+"""Kernels without a GPU: Triton's interpreter, which must be chosen before anything imports Triton."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+from drumline.config import GPTConfig
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+WHY_NOT = "Triton is not installed" if not HAS_TRITON else "interpreted in a process of its own"
+MODERN = GPTConfig(
+    vocab_size=512,
+    max_position_embeddings=64,
+    n_layers=3,
+    n_heads=4,
+    d_model=64,
+    d_ff=256,
+    positions="rope",
+    norm="rmsnorm",
+    activation="relu2",
+    qk_norm=True,
+    bias=False,
+)
+
+
+def run_interpreted(file: str) -> None:
+    """The tests of a file again, in a process of its own, where its kernels are interpreted."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q", file]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
