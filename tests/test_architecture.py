@@ -14,7 +14,7 @@ config
 config_file presets bench_config plugins run_folder heartbeat causes
 text_files text_hub text corpus token_manifest tokenizer tokens prepare
 fused_cross_entropy fused_fp8 linear_cross_entropy fused_products fused_ops model hardware fused_gpt
-fused_muon muon optim cluster agreement records trackers plots
+fused_muon fused_adamw muon optim cluster agreement records trackers plots
 batches stragglers parallel step graphs stopping
 storage checkpoints retention snapshots staging saver export resume guard evaluate training_data
 loop

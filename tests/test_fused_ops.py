@@ -77,13 +77,18 @@ def check(operation: Callable[..., Any], reference: Callable[..., Any], *argumen
 @pytest.mark.parametrize("rows", [3, 64])
 def test_residual_sum_and_norm_equal_the_plain_ones(kernels: Callable[[str], ModuleType], rows: int) -> None:
     ops = kernels("fused_ops")
-    check(ops.add_rms_norm, ops.add_rms_norm_reference, normal(rows, 96), normal(rows, 96, std=2.0), positive(96))
-    check(
-        lambda x, weight: ops.add_rms_norm(x, None, weight),
-        lambda x, weight: ops.add_rms_norm_reference(x, None, weight),
-        normal(rows, 96),
-        positive(96),
-    )
+    check(ops.add_rms_norm, ops.add_rms_norm_reference, normal(rows, 96), normal(rows, 96, std=2.0))
+    check(lambda x: ops.add_rms_norm(x, None), lambda x: ops.add_rms_norm_reference(x, None), normal(rows, 96))
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("shape", [(192, 64), (100, 300)])
+def test_a_norms_weights_in_a_matrix_are_those_of_the_plain_product(
+    kernels: Callable[[str], ModuleType], shape: tuple[int, int]
+) -> None:
+    ops = kernels("fused_ops")
+    matrix = normal(*shape, dtype=torch.float32)
+    check(ops.times_columns, ops.times_columns_reference, matrix, positive(shape[1]))
 
 
 @NEEDS_TRITON
@@ -170,6 +175,21 @@ def test_losses_and_gradients_of_logits_equal_the_plain_ones(
 
 
 @NEEDS_TRITON
+@pytest.mark.parametrize("far", [-1e4, 1e4], ids=["below", "above"])
+def test_logits_may_be_as_far_from_the_first_ones_as_they_like(
+    kernels: Callable[[str], ModuleType], far: float
+) -> None:
+    logits, targets = normal(2, 10_000), torch.tensor([9_000, 5], device=DEVICE)
+    logits[:, 5_000:] += far
+    exact = logits.double()
+    losses = kernels("fused_cross_entropy").cross_entropy_in_place(
+        logits, targets, ignored=IGNORED, softcap=0.0, gradient=True
+    )
+    wanted = cross_entropy_in_place_reference(exact, targets, softcap=0.0, gradient=True)
+    assert error(losses, wanted) < 1e-5 and error(logits, exact) < EXACT_TO
+
+
+@NEEDS_TRITON
 def test_a_target_that_is_no_token_makes_the_loss_not_finite(kernels: Callable[[str], ModuleType]) -> None:
     losses = kernels("fused_cross_entropy").cross_entropy_in_place(
         normal(3, 50), torch.tensor([50, -1, 4], device=DEVICE), ignored=IGNORED, softcap=0.0, gradient=False
@@ -239,7 +259,7 @@ def test_muons_kernels_equal_its_plain_update_and_leave_a_skipped_step_alone(
     gradients = [[normal(rows, 64 + step + i, dtype=torch.float32)[:, :64] for i in range(3)] for step in range(3)]
     left = []
     for by_kernels in (True, False):
-        monkeypatch.setattr("drumline.muon._suits_kernels", lambda matrix, by_kernels=by_kernels: by_kernels)
+        monkeypatch.setattr("drumline.muon.suits_kernels", lambda matrix, by_kernels=by_kernels: by_kernels)
         monkeypatch.setattr("drumline.muon.raised", lambda x: x)  # would make rounding errors larger
         weights = [torch.nn.Parameter(matrix.clone()) for matrix in matrices]
         optimizer: Any = Muon(weights, torch.optim.AdamW([{"params": []}]), lr=0.1, momentum=0.95, weight_decay=0.1)
@@ -256,3 +276,32 @@ def test_muons_kernels_equal_its_plain_update_and_leave_a_skipped_step_alone(
         assert [optimizer.state[weight]["updates"].item() for weight in weights] == [2.0] * 3
     for ours, plain in zip(*left, strict=True):
         assert error(ours, plain) < EXACT_TO
+
+
+@NEEDS_TRITON
+def test_the_one_pass_adamw_equals_torchs_and_leaves_a_skipped_step_alone(
+    kernels: Callable[[str], ModuleType],
+) -> None:
+    ours = kernels("fused_adamw").OnePassAdamW
+    starts = [normal(*shape, dtype=torch.float32) for shape in ((40, 130), (64,), (3, 5), (9000, 1))]
+    gradients = [[normal(*start.shape, dtype=torch.float32) for start in starts] for _ in range(4)]
+    left = []
+    for way in (ours, torch.optim.AdamW):
+        weights = [torch.nn.Parameter(start.clone()) for start in starts]
+        groups = [{"params": weights[:2], "weight_decay": 0.1}, {"params": weights[2:], "lr": 0.02}]
+        optimizer = way(groups, lr=0.1, betas=(0.8, 0.999), eps=1e-6, weight_decay=0.0)
+        for step in range(4):
+            for number, (weight, gradient) in enumerate(zip(weights, gradients[step], strict=True)):
+                late = number == 1 and step == 0  # this weight's first step is the second of the others
+                weight.grad = None if late else gradient * (4.0 if way is ours else 1.0)
+            if way is ours:
+                optimizer.grad_scale = torch.full((), 4.0, device=DEVICE)
+                optimizer.found_inf = torch.full((), float(step == 2), device=DEVICE)
+            if way is ours or step != 2:
+                optimizer.step()
+        moved = [weight.detach() - start for weight, start in zip(weights, starts, strict=True)]
+        states = [optimizer.state[weight] for weight in weights]
+        left.append([*moved, *(state["exp_avg"] for state in states), *(state["exp_avg_sq"] for state in states)])
+        assert [state["step"].item() for state in states] == [3.0, 2.0, 3.0, 3.0]
+    for one, other in zip(*left, strict=True):
+        assert error(one, other) < 1e-5

@@ -17,6 +17,7 @@ TYPES = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
     torch.int64: "i64",
+    torch.int32: "i32",
     torch.uint8: "u8",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
@@ -72,10 +73,10 @@ def through(operation: Callable[..., Any], *arguments: Any) -> None:
 @pytest.mark.parametrize("learns", [True, False], ids=["learned weights", "no weights"])
 @pytest.mark.parametrize("more", [True, False], ids=["more", "alone"])
 def test_norms_and_turns_compile(compiled: set[str], learns: bool, more: bool) -> None:
-    from drumline.fused_ops import add_rms_norm, embedding, qkv
+    from drumline.fused_ops import add_rms_norm, embedding, qkv, times_columns
 
-    weight = torch.ones(768, requires_grad=learns)
-    through(add_rms_norm, bf16(64, 768), bf16(64, 768) if more else None, weight)
+    through(add_rms_norm, bf16(64, 768), bf16(64, 768) if more else None)
+    through(times_columns, torch.zeros(2304, 768, requires_grad=True), torch.ones(768, requires_grad=True))
     norm = torch.ones(64, requires_grad=True) if learns else None
     extra, rope = bf16(2, 12, 32, 64) if more else None, torch.zeros(2, 32, 32)
     matrix = torch.zeros(2304, 768, requires_grad=True)
@@ -84,6 +85,7 @@ def test_norms_and_turns_compile(compiled: set[str], learns: bool, more: bool) -
     assert compiled == {
         "_add_rms_norm_kernel",
         "_add_rms_norm_backward_kernel",
+        "_times_columns_backward_kernel",
         "_norm_turn_kernel",
         "_norm_turn_backward_kernel",
         "_scatter_kernel",
@@ -118,8 +120,17 @@ def test_squared_relu_and_float8_compile(compiled: set[str]) -> None:
 def test_muons_passes_compile(compiled: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from drumline.muon import Muon
 
-    monkeypatch.setattr("drumline.muon._suits_kernels", lambda matrix: True)
+    monkeypatch.setattr("drumline.muon.suits_kernels", lambda matrix: True)
     matrix = torch.nn.Parameter(torch.zeros(96, 64))
     matrix.grad = torch.zeros(96, 64)
     Muon([matrix], torch.optim.AdamW([{"params": []}]), lr=0.1, momentum=0.9, weight_decay=0.0).step()
     assert compiled == {"_look_ahead_kernel", "_normalise_kernel", "_apply_kernel"}
+
+
+def test_adamw_compiles(compiled: set[str]) -> None:
+    from drumline.fused_adamw import OnePassAdamW
+
+    weight = torch.nn.Parameter(torch.zeros(96, 64))
+    weight.grad = torch.zeros(96, 64)
+    OnePassAdamW([weight], lr=0.1, betas=(0.9, 0.95)).step()
+    assert compiled == {"_adamw_kernel"}

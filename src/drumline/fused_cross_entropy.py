@@ -26,6 +26,22 @@ def _capped(x, softcap: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def _summed_above(base, top, vocab: tl.constexpr, softcap: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of exp(logit - top) over a row."""
+    offsets = tl.arange(0, BLOCK)
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)  # added up across the row only once, at the end
+    for start in range(0, vocab, BLOCK):
+        columns = start + offsets
+        x = tl.load(base + columns, mask=columns < vocab, other=-float("inf"), eviction_policy="evict_last")
+        x = x.to(tl.float32)
+        if softcap > 0.0:
+            sums += tl.where(columns < vocab, tl.exp2((_capped(x, softcap, FAST) - top) * _LOG2_E), 0.0)
+        else:
+            sums += tl.exp2((x - top) * _LOG2_E)
+    return tl.sum(sums)
+
+
+@triton.jit
 def _cross_entropy_kernel(
     logits,  # bf16 (rows, vocab): read, then overwritten with the gradient unless that is float8
     float8,  # e5m2 (rows, vocab), written if FLOAT8
@@ -50,22 +66,23 @@ def _cross_entropy_kernel(
     if softcap > 0.0:
         wanted = _capped(wanted, softcap, FAST)
     offsets = tl.arange(0, BLOCK)
-    top = -1.0e30
-    sums = tl.zeros((BLOCK,), dtype=tl.float32)  # added up across the row only once, at the end
-    for start in range(0, vocab, BLOCK):
-        columns = start + offsets
-        x = tl.load(base + columns, mask=columns < vocab, other=-float("inf"), eviction_policy="evict_last")
-        x = x.to(tl.float32)
-        if softcap > 0.0:
-            # Capped logits are at most softcap, so that needs no maximum.
-            sums += tl.where(columns < vocab, tl.exp2((_capped(x, softcap, FAST) - softcap) * _LOG2_E), 0.0)
-        else:
-            higher = tl.maximum(top, tl.max(x))
-            sums = sums * tl.exp2((top - higher) * _LOG2_E) + tl.exp2((x - higher) * _LOG2_E)
-            top = higher
     if softcap > 0.0:
-        top = softcap
-    normaliser = top + tl.log(tl.sum(sums))
+        top = softcap * 1.0  # no capped logit is above it
+        total = _summed_above(base, top, vocab, softcap, FAST, BLOCK)
+    else:
+        # The highest of the first logits, for nearly always no other is so much higher that its power has no number.
+        first = tl.load(base + offsets, mask=offsets < vocab, other=-float("inf"), eviction_policy="evict_last")
+        top = tl.max(first.to(tl.float32))
+        total = _summed_above(base, top, vocab, softcap, FAST, BLOCK)
+        if not (total < float("inf")):
+            tops = first.to(tl.float32)
+            for start in range(BLOCK, vocab, BLOCK):
+                columns = start + offsets
+                x = tl.load(base + columns, mask=columns < vocab, other=-float("inf")).to(tl.float32)
+                tops = tl.maximum(tops, x)
+            top = tl.max(tops)
+            total = _summed_above(base, top, vocab, softcap, FAST, BLOCK)
+    normaliser = top + tl.log(total)
     # A target that is no token gives no number: whoever guards the loss will see it.
     loss = tl.where(known, normaliser - wanted, float("nan"))
     tl.store(losses + row, tl.where(target == ignored, 0.0, loss))

@@ -12,7 +12,6 @@ import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +21,9 @@ from drumline.config import GPTConfig, TrainConfig
 from drumline.errors import ConfigError
 from drumline.hardware import is_hopper
 from drumline.linear_cross_entropy import linear_cross_entropy
-from drumline.model import GPT, FeedForward, KVCache, RMSNorm, TransformerBlock
+from drumline.model import GPT, KVCache, RMSNorm, TransformerBlock
 from drumline.presets import gpt_config
 
-T = TypeVar("T")
 FUSED, _FLOAT8 = "drumline.fused_gpt:FusedGPT", "drumline.fused_gpt:Float8GPT"
 _TOKENS_MULTIPLE = 128
 _ROWS_AT_ONCE = 8192
@@ -175,14 +173,14 @@ def with_kernels(config: TrainConfig, device: torch.device) -> TrainConfig:
 def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:
     """As GPT.hidden: int64 (B, T) -> bf16 (B, T, D).
 
-    What a part adds to the residual stream is added in the norm that follows, which has to read the stream anyway.
+    What a part adds to the residual stream is added in the norm that follows, which has to read the stream anyway. A
+    norm's learned weights are multiplied into the matrix that comes after it.
     """
     from drumline.fused_ops import add_rms_norm, qkv  # needs Triton
     from drumline.fused_products import linear
 
     assert model.rope is not None
     rope = model.rope[:, : input_ids.size(1)]
-    ones = rope.new_ones(model.config.d_model)
     extra_values = model.extra_values(input_ids)
     x = model.look_up(input_ids, model.token_embedding.weight).flatten(0, 1)  # (N, D)
     feed_forwards = _feed_forwards(model, fp8=fp8)
@@ -190,29 +188,31 @@ def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:
     for layer, block in enumerate(model.blocks):
         assert isinstance(block, TransformerBlock)
         attention = block.attention
-        x, normed = add_rms_norm(x, delta, _weight(block.attention_norm, ones))
+        x, normed = add_rms_norm(x, delta)
         q, k, v = qkv(
             normed,
-            attention.qkv.weight,
-            _weight(attention.query_norm, None),
-            _weight(attention.key_norm, None),
+            _after(block.attention_norm, attention.qkv),
+            _weight(attention.query_norm),
+            _weight(attention.key_norm),
             extra_values.get(layer),
             rope,
             heads=attention.n_heads,
         )  # 3 x (B, H, T, W)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         attended = linear(y.transpose(1, 2).reshape(x.shape), attention.out.weight)  # (N, D)
-        x, normed = add_rms_norm(x, attended, _weight(block.feed_forward_norm, ones))
+        x, normed = add_rms_norm(x, attended)
         delta = feed_forwards[layer](normed)
-    return add_rms_norm(x, delta, _weight(model.final_norm, ones))[1].view(*input_ids.shape, -1)
+    normed, weight = add_rms_norm(x, delta)[1], _weight(model.final_norm)
+    return (normed if weight is None else normed * weight.type_as(normed)).view(*input_ids.shape, -1)
 
 
 def _feed_forwards(model: GPT, *, fp8: bool) -> list[Callable[[Tensor], Tensor]]:
     """Each layer's feed-forward part: bf16 (N, D) -> bf16 (N, D)."""
     from drumline import fused_fp8, fused_products
 
-    parts = [part for part in model.modules() if isinstance(part, FeedForward)]
-    weights = [(part.up.weight, part.down.weight) for part in parts]
+    blocks = [block for block in model.blocks if isinstance(block, TransformerBlock)]
+    parts = [(block.feed_forward_norm, block.feed_forward) for block in blocks]
+    weights = [(_after(norm, part.up), part.down.weight) for norm, part in parts]
     if fp8:
         copies = fused_fp8.float8_weights([weight for pair in weights for weight in pair])
         return [
@@ -222,7 +222,15 @@ def _feed_forwards(model: GPT, *, fp8: bool) -> list[Callable[[Tensor], Tensor]]
     return [functools.partial(fused_products.relu2_mlp, up=up, down=down) for up, down in weights]
 
 
-def _weight(norm: nn.Module | None, without: T) -> Tensor | T:
-    """What a norm multiplies with: its weight, if it has one."""
+def _after(norm: nn.Module, layer: nn.Linear) -> Tensor:
+    """A layer's matrix, with the learned weights of the norm before it in its columns."""
+    from drumline.fused_ops import times_columns
+
+    weight = _weight(norm)
+    return layer.weight if weight is None else times_columns(layer.weight, weight)
+
+
+def _weight(norm: nn.Module | None) -> Tensor | None:
+    """What a norm multiplies with, if it has learned weights."""
     assert isinstance(norm, RMSNorm)
-    return norm.weight if norm.elementwise_affine else without
+    return norm.weight if norm.elementwise_affine else None

@@ -18,31 +18,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drumline.fused_products import by_weight, processors
+from drumline.fused_products import by_weight
 
 EPSILON = 1e-6
 # How many tokens a program of a kernel takes at once: few, so that it needs few registers and many run together.
 _NORM_ROWS = 4
-_NORM_PROGRAMS = 4
-"""So many run on a processor at a time."""
 _TURN_ROWS, _TURN_TIMES = 16, 8
+_TILE_ROWS, _TILE_COLUMNS = 64, 128
 
 
-def add_rms_norm_reference(x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(x + delta, that with its rows scaled to a root mean square of 1 and then by the weight)."""
+def add_rms_norm_reference(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(x + delta, that with its rows scaled to a root mean square of 1)."""
     x = x if delta is None else x + delta
-    return x, (F.rms_norm(x.float(), (x.size(-1),), eps=EPSILON) * weight).type_as(x)
+    return x, F.rms_norm(x.float(), (x.size(-1),), eps=EPSILON).type_as(x)
 
 
-def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """As the reference, for bf16 (N, D), bf16 (N, D) or None, float32 (D)."""
-    result: tuple[Tensor, Tensor] = _AddRMSNorm.apply(x, delta, weight)
+def add_rms_norm(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As the reference, for bf16 (N, D), bf16 (N, D) or None."""
+    result: tuple[Tensor, Tensor] = _AddRMSNorm.apply(x, delta)
     return result
 
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x, delta, weight, sums, normed, rstd, rows, eps, HAS_DELTA: tl.constexpr, width: tl.constexpr, ROWS: tl.constexpr,
+    x, delta, sums, normed, rstd, rows, eps, HAS_DELTA: tl.constexpr, width: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: ROWS rows."""
@@ -56,89 +55,105 @@ def _add_rms_norm_kernel(
         value = value.to(tl.bfloat16).to(tl.float32)  # the norm is of what the residual stream really holds
         tl.store(sums + at, value.to(tl.bfloat16), mask=inside)
     scale = tl.rsqrt(tl.sum(value * value, axis=1) / width + eps)
-    learned = tl.load(weight + column, mask=column < width, other=0.0)
-    tl.store(normed + at, (value * scale[:, None] * learned[None, :]).to(tl.bfloat16), mask=inside)
+    tl.store(normed + at, (value * scale[:, None]).to(tl.bfloat16), mask=inside)
     tl.store(rstd + row, scale, mask=row < rows)
 
 
 @triton.jit
-def _add_rms_norm_backward_rows(
-    block, by_sum, by_normed, sums, rstd, learned, by_x, rows, HAS_SUM: tl.constexpr, width: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+def _add_rms_norm_backward_kernel(
+    by_sum, by_normed, sums, rstd, by_x, rows, HAS_SUM: tl.constexpr, width: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of the block-th ROWS rows; gives what they add to the weight's gradient, (ROWS, BLOCK)."""
-    row = block * ROWS + tl.arange(0, ROWS)
+    """One program: ROWS rows."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     at = row.to(tl.int64)[:, None] * width + column[None, :]
     inside = (row < rows)[:, None] & (column < width)[None, :]
     scale = tl.load(rstd + row, mask=row < rows, other=0.0)
     unit = tl.load(sums + at, mask=inside, other=0.0).to(tl.float32) * scale[:, None]
-    by_scaled = tl.load(by_normed + at, mask=inside, other=0.0).to(tl.float32)
-    gradient = by_scaled * learned[None, :]
+    gradient = tl.load(by_normed + at, mask=inside, other=0.0).to(tl.float32)
     along = tl.sum(gradient * unit, axis=1) / width
     gradient = (gradient - unit * along[:, None]) * scale[:, None]
     if HAS_SUM:
         gradient += tl.load(by_sum + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(by_x + at, gradient.to(tl.bfloat16), mask=inside)
-    return by_scaled * unit
-
-
-@triton.jit
-def _add_rms_norm_backward_kernel(
-    by_sum, by_normed, sums, rstd, weight, by_x, by_weight, rows, programs, HAS_SUM: tl.constexpr,
-    LEARNS: tl.constexpr, width: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program of `programs`: ROWS rows, and others until all are done.
-
-    If the weight learns, it leaves its rows' share of the weight's gradient in by_weight, float32 (programs, D).
-    """
-    column = tl.arange(0, BLOCK)
-    learned = tl.load(weight + column, mask=column < width, other=0.0)
-    if LEARNS:
-        share = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
-        for block in range(tl.program_id(0), tl.cdiv(rows, ROWS), programs):
-            share += _add_rms_norm_backward_rows(
-                block, by_sum, by_normed, sums, rstd, learned, by_x, rows, HAS_SUM, width, ROWS, BLOCK
-            )
-        tl.store(by_weight + tl.program_id(0) * width + column, tl.sum(share, axis=0), mask=column < width)
-    else:
-        _add_rms_norm_backward_rows(
-            tl.program_id(0), by_sum, by_normed, sums, rstd, learned, by_x, rows, HAS_SUM, width, ROWS, BLOCK
-        )
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         rows, width = x.shape
         normed = torch.empty_like(x)
         sums = x if delta is None else torch.empty_like(x)
         rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
         _add_rms_norm_kernel[(triton.cdiv(rows, _NORM_ROWS),)](
-            x, delta, weight, sums, normed, rstd, rows, EPSILON, HAS_DELTA=delta is not None, width=width,
+            x, delta, sums, normed, rstd, rows, EPSILON, HAS_DELTA=delta is not None, width=width,
             ROWS=_NORM_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=8,
         )  # fmt: skip
-        ctx.save_for_backward(sums, rstd, weight)
+        ctx.save_for_backward(sums, rstd)
         ctx.set_materialize_grads(False)
         ctx.has_delta = delta is not None
         return (x.view_as(x) if delta is None else sums), normed
 
     @staticmethod
     def backward(ctx: Any, by_sum: Tensor | None, by_normed: Tensor) -> tuple[Tensor | None, ...]:
-        sums, rstd, weight = ctx.saved_tensors
+        sums, rstd = ctx.saved_tensors
         rows, width = sums.shape
         by_x = torch.empty_like(sums)
-        learns = ctx.needs_input_grad[2]
-        # Few programs, where each leaves a share that has to be added up; else one for each few rows.
-        programs = triton.cdiv(rows, _NORM_ROWS)
-        programs = min(programs, _NORM_PROGRAMS * processors(sums.device)) if learns else programs
-        shares = torch.empty(programs if learns else 0, width, dtype=torch.float32, device=sums.device)
-        _add_rms_norm_backward_kernel[(programs,)](
-            by_sum, by_normed.contiguous(), sums, rstd, weight, by_x, shares, rows, programs,
-            HAS_SUM=by_sum is not None, LEARNS=learns, width=width, ROWS=_NORM_ROWS,
-            BLOCK=triton.next_power_of_2(width), num_warps=8,
+        _add_rms_norm_backward_kernel[(triton.cdiv(rows, _NORM_ROWS),)](
+            by_sum, by_normed.contiguous(), sums, rstd, by_x, rows, HAS_SUM=by_sum is not None, width=width,
+            ROWS=_NORM_ROWS, BLOCK=triton.next_power_of_2(width), num_warps=8,
         )  # fmt: skip
-        return by_x, (by_x if ctx.has_delta else None), (shares.sum(0) if learns else None)
+        return by_x, (by_x if ctx.has_delta else None)
+
+
+def times_columns_reference(matrix: Tensor, factors: Tensor) -> Tensor:
+    """Each column by its factor: (R, C), (C) -> (R, C)."""
+    return matrix * factors
+
+
+def times_columns(matrix: Tensor, factors: Tensor) -> Tensor:
+    """As the reference, for float32: how the learned weights of a norm come into the product that follows it.
+
+    They cost a pass over the matrix then, not one over all tokens.
+    """
+    result: Tensor = _TimesColumns.apply(matrix, factors)
+    return result
+
+
+@triton.jit
+def _times_columns_backward_kernel(
+    gradient, matrix, factors, by_matrix, shares, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """One program: a tile of ROWS x COLUMNS, and its share of the factors' gradient, (row of tiles, C)."""
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    at = row.to(tl.int64)[:, None] * columns + column[None, :]
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    g = tl.load(gradient + at, mask=inside, other=0.0)
+    factor = tl.load(factors + column, mask=column < columns, other=0.0)
+    tl.store(by_matrix + at, g * factor[None, :], mask=inside)
+    share = tl.sum(g * tl.load(matrix + at, mask=inside, other=0.0), axis=0)
+    tl.store(shares + tl.program_id(1) * columns + column, share, mask=column < columns)
+
+
+class _TimesColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, factors: Tensor) -> Tensor:
+        ctx.save_for_backward(matrix, factors)
+        return matrix * factors
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        matrix, factors = ctx.saved_tensors
+        (rows, columns), by_matrix = matrix.shape, torch.empty_like(matrix)
+        tiles = triton.cdiv(rows, _TILE_ROWS)
+        shares = torch.empty(tiles, columns, dtype=torch.float32, device=matrix.device)
+        _times_columns_backward_kernel[(triton.cdiv(columns, _TILE_COLUMNS), tiles)](
+            gradient.contiguous(), matrix, factors, by_matrix, shares, rows, columns, ROWS=_TILE_ROWS,
+            COLUMNS=_TILE_COLUMNS, num_warps=4,
+        )  # fmt: skip
+        return by_matrix, shares.sum(0)
 
 
 def qkv_reference(

@@ -53,7 +53,7 @@ def linear_cross_entropy(
     if fp8:
         loss: Tensor = _by_parts(_Float8LinearCrossEntropy, rows, weight, wanted, softcap, parts)
     else:
-        loss = _by_parts(_LinearCrossEntropy, rows.to(dtype), weight.to(dtype), wanted, softcap, parts)
+        loss = _by_parts(_LinearCrossEntropy, rows.to(dtype), weight, wanted, softcap, parts)
     return loss
 
 
@@ -87,21 +87,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float, parts: list[slice]
     ) -> Tensor:
         trains = any(ctx.needs_input_grad)
-        by_hidden, by_weight = (torch.empty_like(hidden), torch.zeros_like(weight)) if trains else (hidden, weight)
+        matrix = weight.to(hidden.dtype)
+        by_hidden, by_matrix = (torch.empty_like(hidden), torch.zeros_like(matrix)) if trains else (hidden, matrix)
         losses = []
         for part in parts:
-            logits = hidden[part] @ weight.t()  # (n, V)
+            logits = hidden[part] @ matrix.t()  # (n, V)
             losses.append(_cross_entropy(logits, targets[part], softcap=softcap, gradient=trains).sum())
             if trains:  # the logits are their own gradient now
-                torch.mm(logits, weight, out=by_hidden[part])
-                by_weight.addmm_(logits.t(), hidden[part])
-        ctx.save_for_backward(by_hidden, by_weight)
+                torch.mm(logits, matrix, out=by_hidden[part])
+                by_matrix.addmm_(logits.t(), hidden[part])
+        ctx.save_for_backward(by_hidden, by_matrix)
         return torch.stack(losses).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        by_hidden, by_weight = ctx.saved_tensors
-        return by_hidden * gradient.to(by_hidden.dtype), by_weight * gradient.to(by_weight.dtype), None, None, None
+        return _scaled(ctx.saved_tensors, gradient)
 
 
 class _Float8LinearCrossEntropy(torch.autograd.Function):
@@ -130,9 +130,13 @@ class _Float8LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        by_hidden, by_weight = ctx.saved_tensors
-        # As (1, 1) it makes the product float32, the weight's own format, in the same pass.
-        return by_hidden * gradient.to(by_hidden.dtype), by_weight * gradient.reshape(1, 1), None, None, None
+        return _scaled(ctx.saved_tensors, gradient)
+
+
+def _scaled(kept: tuple[Tensor, Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
+    by_hidden, by_weight = kept
+    # As (1, 1) it makes the product float32, the weight's own format, in the same pass.
+    return by_hidden * gradient.to(by_hidden.dtype), by_weight * gradient.reshape(1, 1), None, None, None
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, *, softcap: float, gradient: bool) -> Tensor:

@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self._others, self._row_parts = others, dict(row_parts or {})
         told = bool(getattr(others, "_step_supports_amp_scaling", False)) or not others.param_groups[0]["params"]
-        self._step_supports_amp_scaling = told and all(map(_suits_kernels, self.param_groups[0]["params"]))
+        self._step_supports_amp_scaling = told and all(map(suits_kernels, self.param_groups[0]["params"]))
         self.param_groups += others.param_groups
 
     @torch.no_grad()
@@ -158,7 +158,7 @@ def _update_by_kernels(
     fused_muon.apply(weights, directions, factors, rate=rate, kept=kept, skipped=skipped)
 
 
-def _suits_kernels(matrix: Tensor) -> bool:
+def suits_kernels(matrix: Tensor) -> bool:
     """Whether Triton's kernels can be had for it."""
     plain = matrix.dtype == torch.float32 and matrix.is_contiguous()
     return matrix.is_cuda and plain and importlib.util.find_spec("triton") is not None

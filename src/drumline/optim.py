@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from drumline.config import OptimConfig
 from drumline.model import CausalSelfAttention
-from drumline.muon import Muon
+from drumline.muon import Muon, suits_kernels
 from drumline.presets import RECIPES, filled
 
 T = TypeVar("T")
@@ -64,7 +64,7 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
         rate = rates.get(kind, rates["head"])
         decayed = 0.0 if kind == "vectors" else decay
         groups.append({"params": parameters, "lr": rate, "lr_ratio": rate / lr, "weight_decay": decayed})
-    adamw = torch.optim.AdamW(
+    adamw = adamw_for(model)(
         [group for group in groups if group["params"]] or [{"params": []}],
         lr=lr,
         betas=(_known(optim.beta1), _known(optim.beta2)),
@@ -76,6 +76,15 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
     # Queries, keys and values are three matrices, although they are one parameter.
     row_parts = {part.qkv.weight: part.row_parts for part in model.modules() if isinstance(part, CausalSelfAttention)}
     return Muon(matrices, adamw, lr=lr, momentum=_known(optim.momentum), weight_decay=decay, row_parts=row_parts)
+
+
+def adamw_for(model: nn.Module) -> type[torch.optim.AdamW]:
+    """torch's, or where there are kernels for it ours, which computes the same."""
+    if not all(map(suits_kernels, model.parameters())):
+        return torch.optim.AdamW
+    from drumline.fused_adamw import OnePassAdamW  # needs Triton
+
+    return OnePassAdamW
 
 
 def parameters_by_kind(model: nn.Module) -> dict[str, list[Tensor]]:
