@@ -273,7 +273,13 @@ def test_a_float8_gpt_trains_in_float8_and_is_judged_in_bfloat16(
     if DEVICE.type == "cpu":  # the interpreter cannot multiply bf16 tiles
         monkeypatch.setattr(kernels("fused_products"), "relu2_mlp", kernels("fused_products").relu2_mlp_reference)
     monkeypatch.setattr(FusedGPT, "is_fused", lambda self, device, dtype: True)
-    changes: dict[str, Any] = {"tie_embeddings": False, "norm_weights": False, "softcap": 15.0, "value_tables": 1}
+    changes: dict[str, Any] = {
+        "tie_embeddings": False,
+        "norm_weights": False,
+        "softcap": 15.0,
+        "value_tables": 1,
+        "bigrams": 1,
+    }
     config = replace(MODERN, n_layers=1, **(changes if recipe else {}))
     torch.manual_seed(0)
     models = [kind(config).to(DEVICE) for kind in (Float8GPT, FusedGPT)]

@@ -107,6 +107,7 @@ def misfits(config: GPTConfig) -> tuple[str, ...]:
         norm_weights=config.norm_weights,
         softcap=config.softcap,
         value_tables=config.value_tables,
+        bigrams=config.bigrams,
         rope_theta=config.rope_theta,
         positions="rope",
         norm="rmsnorm",
@@ -182,7 +183,7 @@ def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:
     assert model.rope is not None
     rope = model.rope[:, : input_ids.size(1)]
     extra_values = model.extra_values(input_ids)
-    x = model.look_up(input_ids, model.token_embedding.weight).flatten(0, 1)  # (N, D)
+    x = model.embedded(input_ids, None, None).flatten(0, 1)  # (N, D)
     feed_forwards = _feed_forwards(model, fp8=fp8)
     delta: Tensor | None = None
     for layer, block in enumerate(model.blocks):

@@ -20,6 +20,15 @@ from torch import Tensor, nn
 from drumline.config import GPTConfig
 from drumline.errors import ConfigError
 from drumline.linear_cross_entropy import IGNORED, capped, linear_cross_entropy
+from drumline.positions import (
+    attention_mask_for,
+    bigram_rows,
+    merge_documents,
+    positions,
+    rope_table,
+    rotate,
+    tokens_before,
+)
 
 __all__ = [
     "GPT",
@@ -44,6 +53,8 @@ class GPT(nn.Module):
         self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model) if learned else None
         # Not persistent: the table follows from the config, so it has no place in a checkpoint.
         self.register_buffer("rope", None if learned else rope_table(config), persistent=False)
+        pairs = config.bigrams * config.vocab_size
+        self.bigram_embedding = nn.Embedding(pairs, config.d_model) if pairs else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.value_tables = nn.ModuleList(
@@ -112,7 +123,7 @@ class GPT(nn.Module):
                 "a cache cannot be combined with attention_mask or document_ids",
                 fix="leave out the cache, or give sequences without padding",
             )
-        x = self.look_up(input_ids, self.token_embedding.weight)  # (B, T, D)
+        x = self.embedded(input_ids, documents, cache)  # (B, T, D)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions(input_ids, documents, past=past))  # (B, T, D) + (T or B T, D)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
@@ -127,8 +138,19 @@ class GPT(nn.Module):
         normed: Tensor = self.final_norm(x)
         return normed
 
+    def embedded(self, input_ids: Tensor, documents: Tensor | None, cache: KVCache | None) -> Tensor:
+        """What tokens are, and what pairs they make with those before them: (B, T) -> (B, T, D)."""
+        x = self.look_up(input_ids, self.token_embedding.weight)
+        if self.bigram_embedding is None:
+            return x
+        table, last = self.bigram_embedding.weight, None if cache is None else cache.last
+        before = tokens_before(input_ids, documents, last=last, none=self.config.vocab_size)
+        if cache is not None:
+            cache.last = input_ids[:, -1:]
+        return x + self.look_up(bigram_rows(input_ids, before, len(table)), table)
+
     def look_up(self, input_ids: Tensor, table: Tensor) -> Tensor:
-        """Rows of a table: int64 (B, T), (V, D) -> (B, T, D)."""
+        """Rows of a table: int64 (B, T), (rows, D) -> (B, T, D)."""
         return F.embedding(input_ids, table)
 
     def extra_values(self, input_ids: Tensor) -> dict[int, Tensor]:
@@ -155,12 +177,12 @@ class GPT(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """torch.compile for each block: they are alike, so that one compilation serves all, however deep the model."""
-        for block in self.blocks:
-            block.compile(*args, **kwargs)
+        for part in (*self.blocks, self.final_norm):
+            part.compile(*args, **kwargs)
 
     def num_parameters(self, *, embedding: bool = True) -> int:
         """Weights in the model; `embedding=False` leaves out all tables that are looked up in (a tied head is one)."""
-        tables = (self.token_embedding, self.position_embedding, *self.value_tables)
+        tables = (self.token_embedding, self.position_embedding, self.bigram_embedding, *self.value_tables)
         left_out = 0 if embedding else sum(table.weight.numel() for table in tables if table is not None)
         return sum(p.numel() for p in self.parameters()) - left_out
 
@@ -290,8 +312,11 @@ def initial_std(name: str, config: GPTConfig) -> float:
     """Deviation of a module's first weights.
 
     GPT-2's: what writes into the residual stream starts smaller, the more layers do. "zero": it starts at zero, as do
-    an untied head and the value tables, so that at first the stream is the embedding alone.
+    an untied head and the value tables, so that at first the stream is the embedding alone. Pairs of tokens always do:
+    most of them are rare.
     """
+    if name == "bigram_embedding":
+        return 0.0
     writes_residual = name.endswith(("attention.out", "feed_forward.down"))
     if config.init == "gpt2":
         return 0.02 / math.sqrt(2 * config.n_layers) if writes_residual else 0.02
@@ -315,6 +340,8 @@ class KVCache:
         config = model.config
         shape = (batch_size, config.kv_heads, config.max_position_embeddings, config.head_width)
         self.layers = [LayerCache(model.token_embedding.weight.new_empty(2, *shape)) for _ in range(config.n_layers)]
+        self.last: Tensor | None = None
+        """The newest token, (B, 1)."""
 
     @property
     def length(self) -> int:
@@ -322,6 +349,7 @@ class KVCache:
         return self.layers[0].length
 
     def clear(self) -> None:
+        self.last = None
         for layer in self.layers:
             layer.length = 0
 
@@ -340,52 +368,3 @@ class LayerCache:
         self.values[:, :, self.length : end] = v
         self.length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
-
-
-def rope_table(config: GPTConfig) -> Tensor:
-    """Cosine and sine of every position's angle for every pair of a head's numbers: float32 (2, positions, W / 2)."""
-    pairs = torch.arange(0, config.head_width, 2, dtype=torch.float32)  # (W / 2)
-    turns_per_token = 1.0 / config.rope_theta ** (pairs / config.head_width)
-    places = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-    angles = torch.outer(places, turns_per_token)  # (positions, W / 2)
-    return torch.stack((angles.cos(), angles.sin()))
-
-
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn each pair (i, i + W / 2) of a head's numbers by its position's angle, as Llama pairs them: (..., T, W)."""
-    cos, sin = rope  # 2 x (T, W / 2)
-    first, second = x.chunk(2, dim=-1)  # 2 x (..., T, W / 2)
-    # A bfloat16 x is turned in the table's float32: its own 8 bits would blur far positions.
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
-
-
-def merge_documents(attention_mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
-    """Ids (B, T) that differ wherever tokens must not see each other.
-
-    Padding is a document of its own: no token looks at it, and it looks at itself, so that no softmax is empty.
-    """
-    if attention_mask is None or document_ids is None:
-        return document_ids if attention_mask is None else attention_mask
-    return 2 * document_ids + (attention_mask == 0)
-
-
-def positions(input_ids: Tensor, documents: Tensor | None, *, past: int) -> Tensor:
-    """How far each token is from the start of its document: int64 (T), or (B, T) where documents are given."""
-    places = torch.arange(past, past + input_ids.size(1), device=input_ids.device)  # (T)
-    if documents is None:
-        return places
-    starts = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)  # (B, T)
-    return places - torch.where(starts, places, 0).cummax(dim=1).values
-
-
-def attention_mask_for(documents: Tensor | None, length: int, *, past: int, device: torch.device) -> Tensor | None:
-    """True where a query may see a key: (B, 1, T, T) for documents, (T, past + T) for several tokens after a past.
-
-    None where plain causality is all there is, for which attention has faster kernels.
-    """
-    if documents is not None:
-        same = documents[:, :, None] == documents[:, None, :]  # (B, T, T)
-        return same.tril()[:, None]
-    if past and length > 1:
-        return torch.ones(length, past + length, dtype=torch.bool, device=device).tril(past)
-    return None
