@@ -17,43 +17,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drumline.fused_muon import addresses
-
 _BLOCK = 4096
 
 
 @triton.jit
 def _adamw_kernel(
-    weights, gradients, means, squares, steps,  # int64 (n): addresses of float32 tensors; gradients and steps are read
-    sizes,  # int64 (n)
-    tensors,  # int32 (blocks): which tensor a block is of
-    firsts,  # int32 (n): the first block of each
+    table,  # int64 (6, blocks): addresses of a block's weights, gradients, means, squares and step; how many it has
     divisor,  # float32: of the gradients
     skipped,  # float32: above 0 where nothing is to change
     lr, eps, kept,
     beta1, rest1, log1, beta2, rest2, log2,  # a beta, 1 less it, its binary logarithm
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK numbers of one tensor."""
-    if tl.load(skipped) == 0.0:
-        tensor = tl.load(tensors + tl.program_id(0))
-        at = (tl.program_id(0) - tl.load(firsts + tensor)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < tl.load(sizes + tensor)
-        step = tl.load(tl.load(steps + tensor).to(tl.pointer_type(tl.float32))).to(tl.float64)
-        # One minus a power of a number near 1: in float32 most digits would be gone.
-        rate = lr / (1.0 - tl.exp2(step * log1)).to(tl.float32)
-        correction = tl.sqrt((1.0 - tl.exp2(step * log2)).to(tl.float32))
-        weight = tl.load(weights + tensor).to(tl.pointer_type(tl.float32)) + at
-        mean = tl.load(means + tensor).to(tl.pointer_type(tl.float32)) + at
-        square = tl.load(squares + tensor).to(tl.pointer_type(tl.float32)) + at
-        gradient = tl.load(gradients + tensor).to(tl.pointer_type(tl.float32)) + at
-        g = tl.load(gradient, mask=inside, other=0.0) / tl.load(divisor)
-        m = tl.load(mean, mask=inside, other=0.0) * beta1 + g * rest1
-        v = tl.load(square, mask=inside, other=0.0) * beta2 + g * g * rest2
-        w = tl.load(weight, mask=inside, other=0.0) * kept - rate * m / (tl.sqrt(v) / correction + eps)
-        tl.store(mean, m, mask=inside)
-        tl.store(square, v, mask=inside)
-        tl.store(weight, w, mask=inside)
+    """One program: a block of at most BLOCK numbers."""
+    block = table + tl.program_id(0)
+    blocks = tl.num_programs(0)
+    at = tl.arange(0, BLOCK)
+    count = tl.load(block + 5 * blocks)
+    inside = at < count
+    weight = tl.load(block).to(tl.pointer_type(tl.float32)) + at
+    gradient = tl.load(block + blocks).to(tl.pointer_type(tl.float32)) + at
+    mean = tl.load(block + 2 * blocks).to(tl.pointer_type(tl.float32)) + at
+    square = tl.load(block + 3 * blocks).to(tl.pointer_type(tl.float32)) + at
+    step = tl.load(tl.load(block + 4 * blocks).to(tl.pointer_type(tl.float32))).to(tl.float64)
+    g = tl.load(gradient, mask=inside, other=0.0) / tl.load(divisor)
+    m = tl.load(mean, mask=inside, other=0.0) * beta1 + g * rest1
+    v = tl.load(square, mask=inside, other=0.0) * beta2 + g * g * rest2
+    # One minus a power of a number near 1: in float32 most digits would be gone.
+    rate = lr / (1.0 - tl.exp2(step * log1)).to(tl.float32)
+    correction = tl.sqrt((1.0 - tl.exp2(step * log2)).to(tl.float32))
+    w = tl.load(weight, mask=inside, other=0.0) * kept - rate * m / (tl.sqrt(v) / correction + eps)
+    changes = at < tl.where(tl.load(skipped) == 0.0, count, 0)
+    tl.store(mean, m, mask=changes)
+    tl.store(square, v, mask=changes)
+    tl.store(weight, w, mask=changes)
 
 
 class OnePassAdamW(torch.optim.AdamW):
@@ -80,10 +77,11 @@ class OnePassAdamW(torch.optim.AdamW):
         skipped, divisor = vars(self).get("found_inf"), vars(self).get("grad_scale")
         skipped = 1.0 - one if skipped is None else skipped
         torch._foreach_add_(steps, 1.0 - skipped)
-        sizes, tensors, firsts = _blocks(tuple(weight.numel() for weight in weights), device)
-        _adamw_kernel[(len(tensors),)](
-            *map(addresses, (weights, gradients, means, squares, steps)), sizes, tensors, firsts,
-            one if divisor is None else divisor, skipped, float(group["lr"]), float(group["eps"]),
+        lists = (weights, gradients, means, squares, steps)
+        addresses = tuple(tuple(tensor.data_ptr() for tensor in each) for each in lists)
+        table = _table(addresses, tuple(weight.numel() for weight in weights), device)
+        _adamw_kernel[(table.size(1),)](
+            table, one if divisor is None else divisor, skipped, float(group["lr"]), float(group["eps"]),
             1.0 - group["lr"] * group["weight_decay"],
             *(number for beta in group["betas"] for number in (beta, 1.0 - beta, math.log2(beta))),
             BLOCK=_BLOCK, num_warps=8,
@@ -97,10 +95,16 @@ class OnePassAdamW(torch.optim.AdamW):
         return state
 
 
-@functools.cache
-def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """What the kernel needs to find its numbers: int64 (n), int32 (blocks), int32 (n)."""
+@functools.lru_cache(maxsize=8)
+def _table(addresses: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """What the kernel needs to find its numbers, int64 (6, blocks). Kept: tensors stay where they are for many steps.
+
+    addresses: of n float32 tensors of these sizes each, the last of scalars
+    """
     counts = torch.tensor([triton.cdiv(size, _BLOCK) for size in sizes])
-    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
-    tables = torch.tensor(sizes), tensors.int(), (counts.cumsum(0) - counts).int()
-    return tables[0].to(device), tables[1].to(device), tables[2].to(device)
+    which = torch.repeat_interleave(torch.arange(len(sizes)), counts)  # tensor of each block
+    start = (torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]) * _BLOCK  # its place there
+    *whole, scalars = (torch.tensor(each)[which] for each in addresses)
+    left = (torch.tensor(sizes)[which] - start).clamp(max=_BLOCK)
+    table = torch.stack((*(each + 4 * start for each in whole), scalars, left))
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table

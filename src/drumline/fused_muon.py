@@ -6,6 +6,7 @@ whether a step counts is read on the device, so that nothing waits for the host.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -115,6 +116,11 @@ def apply(
 def addresses(tensors: Sequence[Tensor]) -> Tensor:
     """int64 (n) on their device."""
     assert all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in tensors)
-    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
-    device = tensors[0].device
-    return addresses.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else addresses
+    return _on_device(tuple(tensor.data_ptr() for tensor in tensors), tensors[0].device)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """int64 (n). Kept: tensors stay where they are for many steps, and the device waits while it is given such a list."""
+    held = torch.tensor(numbers)
+    return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held
