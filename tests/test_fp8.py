@@ -367,7 +367,7 @@ def test_fp8_trains_a_gpt_with_the_same_weights_and_is_part_of_what_a_run_is() -
 @NEEDS_HOPPER
 def test_a_run_in_float8_learns(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = "--n_layers 2 --n_heads 2 --d_model 128 --d_ff 512 --context 128 --vocab_size 300 --batch_size 4"
-    flags = f"--preset modern {shape} --total_steps 60 --log_every 10 --train_data_path text --run_dir run --fp8"
+    flags = f"--preset modern {shape} --total_steps 60 --log_every 1 --train_data_path text --run_dir run --fp8"
     assert run_command(["train", *flags.split()]) == 0
     assert "in bfloat16 and float8" in capsys.readouterr().out
     losses = [record["loss"] for record in read_metrics(Path("run/metrics.jsonl")) if "loss" in record]

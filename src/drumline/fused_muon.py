@@ -121,6 +121,6 @@ def addresses(tensors: Sequence[Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 (n). Kept: tensors stay where they are for many steps, and the device waits while it is given such a list."""
+    """int64 (n). Kept: tensors stay where they are for many steps, and copies hold up the device."""
     held = torch.tensor(numbers)
     return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held
