@@ -278,7 +278,7 @@ def test_a_float8_gpt_trains_in_float8_and_is_judged_in_bfloat16(
         "norm_weights": False,
         "softcap": 15.0,
         "value_tables": 1,
-        "bigrams": 1,
+        "smear": True,
     }
     config = replace(MODERN, n_layers=1, **(changes if recipe else {}))
     torch.manual_seed(0)

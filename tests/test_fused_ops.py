@@ -27,7 +27,7 @@ NEEDS_TRITON = pytest.mark.skipif(
 NEEDS_HOPPER = pytest.mark.skipif(
     DEVICE.type != "cuda" or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
-RECIPE = replace(MODERN, tie_embeddings=False, norm_weights=False, softcap=15.0, value_tables=2, bigrams=1)
+RECIPE = replace(MODERN, tie_embeddings=False, norm_weights=False, softcap=15.0, value_tables=2, smear=True)
 EXACT_TO = 8e-3
 """Relative error of bf16 results; Triton's interpreter rounds them towards zero."""
 

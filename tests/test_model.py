@@ -17,7 +17,6 @@ from twins import gpt2_twin, qwen3_twin
 
 from drumline.errors import ConfigError
 from drumline.model import GPT, GPTConfig, KVCache
-from drumline.positions import bigram_rows
 from drumline.sample import SampleConfig, generate
 
 CLASSIC = GPTConfig(vocab_size=97, max_position_embeddings=32, n_layers=2, n_heads=4, d_model=32, d_ff=80)
@@ -32,11 +31,11 @@ MODERN = replace(
     tie_embeddings=False,
 )
 RELU2 = replace(MODERN, activation="relu2", n_kv_heads=None)
-RECIPE = replace(MODERN, init="zero", norm_weights=False, softcap=15.0, value_tables=3, bigrams=2)
+RECIPE = replace(MODERN, init="zero", norm_weights=False, softcap=15.0, value_tables=3, smear=True)
 FAMILIES = pytest.mark.parametrize(
     "config", [CLASSIC, MODERN, RELU2, RECIPE], ids=["classic", "modern", "relu2", "recipe"]
 )
-OPTIONS: dict[str, Any] = {"init": "zero", "norm_weights": False, "softcap": 2.0, "value_tables": 2, "bigrams": 1}
+OPTIONS: dict[str, Any] = {"init": "zero", "norm_weights": False, "softcap": 2.0, "value_tables": 2, "smear": True}
 
 
 def random_gpt(config: GPTConfig) -> GPT:
@@ -240,29 +239,19 @@ def test_value_tables_serve_the_first_and_the_last_layers_and_are_no_product() -
     assert len(GPT(replace(deep, n_layers=1, value_tables=3)).value_tables) == 1
 
 
-def test_a_token_and_the_one_before_it_have_an_embedding_as_a_pair() -> None:
-    plain, paired = GPT(CLASSIC), GPT(replace(CLASSIC, bigrams=2))
-    table = paired.bigram_embedding
-    assert table is not None and table.weight.shape == (2 * 97, 32) and not table.weight.any()
-    assert paired.num_parameters() == plain.num_parameters() + 2 * 97 * 32
-    assert paired.flops_per_token(32) == plain.flops_per_token(32)
-    paired, ids = random_gpt(paired.config), torch.tensor([[5, 6, 7], [9, 6, 7]])
+def test_smeared_embeddings_have_a_share_of_the_one_before_within_a_document() -> None:
+    model, ids = random_gpt(replace(CLASSIC, smear=True)), torch.tensor([[5, 6, 7], [9, 6, 7]])
+    assert model.smear is not None and not GPT(model.config).smear.any()  # type: ignore[union-attr]
     with torch.no_grad():
-        alone = paired.look_up(ids, paired.token_embedding.weight)
-        pairs = paired.embedded(ids, None, None) - alone
-        apart = paired.embedded(ids, torch.tensor([[0, 1, 1], [0, 0, 1]]), None) - alone
-        first = paired.embedded(torch.tensor([[6], [7]]), None, None) - alone[0, 1:, None]
-    assert not torch.equal(pairs[0, 1], pairs[1, 1]) and torch.equal(pairs[0, 2], pairs[1, 2])
-    # What starts a document follows no token, like what starts a sequence.
-    assert_close(apart[0, 1], first[0, 0])
-    assert_close(apart[1, 2], first[1, 0])
-
-
-@given(vocab=st.integers(1, 300), multiple=st.integers(1, 5), before=st.integers(0, 300))
-def test_the_pairs_that_begin_with_one_token_have_rows_of_their_own(vocab: int, multiple: int, before: int) -> None:
-    ids = torch.arange(vocab)
-    rows = bigram_rows(ids, torch.full_like(ids, before), multiple * vocab)
-    assert len(rows.unique()) == vocab and int(rows.min()) >= 0 and int(rows.max()) < multiple * vocab
+        alone = model.look_up(ids, model.token_embedding.weight)
+        smeared = model.embedded(ids, None, None) - alone
+        apart = model.embedded(ids, torch.tensor([[0, 1, 1], [0, 0, 1]]), None) - alone
+        share = model.smear * alone
+    assert not smeared[:, 0].any()
+    assert_close(smeared[:, 1:], share[:, :2])
+    assert not apart[0, :2].any() and not apart[1, ::2].any()
+    assert_close(apart[0, 2], share[0, 1])
+    assert_close(apart[1, 1], share[1, 0])
 
 
 @pytest.mark.parametrize("option", OPTIONS)

@@ -81,8 +81,8 @@ class GPTConfig:
     """What no logit exceeds, approached smoothly (tanh); 0: no limit."""
     value_tables: int = 0
     """Embeddings of the token that are added to attention's values in as many of the first and last layers."""
-    bigrams: int = 0
-    """Rows for each token of the vocabulary in a table of pairs: a token's embedding and that of its pair are added."""
+    smear: bool = False
+    """Add to each token's embedding that of the token before, times learned weights."""
     rope_theta: float = 10_000.0
     """Base wavelength of rotary positions."""
 
@@ -105,8 +105,7 @@ class GPTConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"dropout {self.dropout} is not a probability below 1", fix="use --dropout 0.0 to 0.9")
-        _check(self, softcap=0.0 <= self.softcap < math.inf)
-        _check(self, value_tables=self.value_tables >= 0, bigrams=self.bigrams >= 0)
+        _check(self, softcap=0.0 <= self.softcap < math.inf, value_tables=self.value_tables >= 0)
 
     @property
     def kv_heads(self) -> int:
@@ -161,8 +160,8 @@ class ModelSettings:
     """What no logit exceeds, approached smoothly; 0: no limit. Default: the recipe's."""
     value_tables: int | None = None
     """Token embeddings added to attention's values, in as many first and last layers. Default: the recipe's."""
-    bigrams: int | None = None
-    """Rows for each token of the vocabulary in a table of pairs of tokens. Default: the recipe's."""
+    smear: bool | None = None
+    """Add to each token's embedding that of the token before, times learned weights. Default: the recipe's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -225,6 +225,6 @@ def _parameters(shape: GPTConfig) -> tuple[int, int]:
     width, kv_width = shape.d_model, shape.kv_heads * shape.head_width
     block = 2 * width * (width + kv_width) + (3 if shape.activation == "swiglu" else 2) * width * shape.d_ff
     positions = shape.max_position_embeddings * width if shape.positions == "learned" else 0
-    tables = (shape.bigrams + (1 if shape.tie_embeddings else 2)) * shape.vocab_size * width
+    tables = (1 if shape.tie_embeddings else 2) * shape.vocab_size * width
     value_tables = min(shape.value_tables, (shape.n_layers + 1) // 2)
     return shape.n_layers * block, positions + tables + value_tables * shape.vocab_size * kv_width

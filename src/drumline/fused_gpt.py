@@ -107,7 +107,7 @@ def misfits(config: GPTConfig) -> tuple[str, ...]:
         norm_weights=config.norm_weights,
         softcap=config.softcap,
         value_tables=config.value_tables,
-        bigrams=config.bigrams,
+        smear=config.smear,
         rope_theta=config.rope_theta,
         positions="rope",
         norm="rmsnorm",

@@ -20,15 +20,7 @@ from torch import Tensor, nn
 from drumline.config import GPTConfig
 from drumline.errors import ConfigError
 from drumline.linear_cross_entropy import IGNORED, capped, linear_cross_entropy
-from drumline.positions import (
-    attention_mask_for,
-    bigram_rows,
-    merge_documents,
-    positions,
-    rope_table,
-    rotate,
-    tokens_before,
-)
+from drumline.positions import attention_mask_for, merge_documents, one_before, positions, rope_table, rotate
 
 __all__ = [
     "GPT",
@@ -53,8 +45,7 @@ class GPT(nn.Module):
         self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model) if learned else None
         # Not persistent: the table follows from the config, so it has no place in a checkpoint.
         self.register_buffer("rope", None if learned else rope_table(config), persistent=False)
-        pairs = config.bigrams * config.vocab_size
-        self.bigram_embedding = nn.Embedding(pairs, config.d_model) if pairs else None
+        self.smear = nn.Parameter(torch.zeros(config.d_model)) if config.smear else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.value_tables = nn.ModuleList(
@@ -139,18 +130,17 @@ class GPT(nn.Module):
         return normed
 
     def embedded(self, input_ids: Tensor, documents: Tensor | None, cache: KVCache | None) -> Tensor:
-        """What tokens are, and what pairs they make with those before them: (B, T) -> (B, T, D)."""
+        """What tokens are and, if it is smeared, some of what the token before each is: (B, T) -> (B, T, D)."""
         x = self.look_up(input_ids, self.token_embedding.weight)
-        if self.bigram_embedding is None:
+        if self.smear is None:
             return x
-        table, last = self.bigram_embedding.weight, None if cache is None else cache.last
-        before = tokens_before(input_ids, documents, last=last, none=self.config.vocab_size)
+        before = one_before(x, documents, last=None if cache is None else cache.last)
         if cache is not None:
-            cache.last = input_ids[:, -1:]
-        return x + self.look_up(bigram_rows(input_ids, before, len(table)), table)
+            cache.last = x[:, -1:]
+        return x + self.smear.type_as(x) * before
 
     def look_up(self, input_ids: Tensor, table: Tensor) -> Tensor:
-        """Rows of a table: int64 (B, T), (rows, D) -> (B, T, D)."""
+        """Rows of a table: int64 (B, T), (V, D) -> (B, T, D)."""
         return F.embedding(input_ids, table)
 
     def extra_values(self, input_ids: Tensor) -> dict[int, Tensor]:
@@ -182,7 +172,7 @@ class GPT(nn.Module):
 
     def num_parameters(self, *, embedding: bool = True) -> int:
         """Weights in the model; `embedding=False` leaves out all tables that are looked up in (a tied head is one)."""
-        tables = (self.token_embedding, self.position_embedding, self.bigram_embedding, *self.value_tables)
+        tables = (self.token_embedding, self.position_embedding, *self.value_tables)
         left_out = 0 if embedding else sum(table.weight.numel() for table in tables if table is not None)
         return sum(p.numel() for p in self.parameters()) - left_out
 
@@ -312,11 +302,8 @@ def initial_std(name: str, config: GPTConfig) -> float:
     """Deviation of a module's first weights.
 
     GPT-2's: what writes into the residual stream starts smaller, the more layers do. "zero": it starts at zero, as do
-    an untied head and the value tables, so that at first the stream is the embedding alone. Pairs of tokens always do:
-    most of them are rare.
+    an untied head and the value tables, so that at first the stream is the embedding alone.
     """
-    if name == "bigram_embedding":
-        return 0.0
     writes_residual = name.endswith(("attention.out", "feed_forward.down"))
     if config.init == "gpt2":
         return 0.02 / math.sqrt(2 * config.n_layers) if writes_residual else 0.02
@@ -341,7 +328,7 @@ class KVCache:
         shape = (batch_size, config.kv_heads, config.max_position_embeddings, config.head_width)
         self.layers = [LayerCache(model.token_embedding.weight.new_empty(2, *shape)) for _ in range(config.n_layers)]
         self.last: Tensor | None = None
-        """The newest token, (B, 1)."""
+        """The embedding of the newest token, (B, 1, D), if embeddings are smeared."""
 
     @property
     def length(self) -> int:

@@ -1,6 +1,7 @@
 """Where the tokens of a sequence stand: their places, what came before them, which of them they may look at.
 
-Shapes: B sequences, T tokens in this call, S tokens attended to (T and what a cache holds), W width of a head.
+Shapes: B sequences, T tokens in this call, S tokens attended to (T and what a cache holds), D width of the residual
+stream, W width of a head.
 """
 
 from __future__ import annotations
@@ -10,9 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from drumline.config import GPTConfig
-
-_FAR_APART = 1_000_003
-"""A prime: the pairs of one token begin that far from those of the token with the next number."""
 
 
 def rope_table(config: GPTConfig) -> Tensor:
@@ -55,23 +53,13 @@ def starts(documents: Tensor) -> Tensor:
     return F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
 
 
-def tokens_before(input_ids: Tensor, documents: Tensor | None, *, last: Tensor | None, none: int) -> Tensor:
-    """The token before each: int64 (B, T).
+def one_before(x: Tensor, documents: Tensor | None, *, last: Tensor | None) -> Tensor:
+    """What stood before each token, zeros before the first of a sequence or document: (B, T, D) -> (B, T, D).
 
-    last: (B, 1), what came before this call
-    none: what stands for no token, before the first of a sequence or document
+    last: (B, 1, D), what came before this call
     """
-    first = torch.full_like(input_ids[:, :1], none) if last is None else last
-    before = torch.cat((first, input_ids[:, :-1]), dim=1)
-    return before if documents is None else torch.where(starts(documents), none, before)
-
-
-def bigram_rows(input_ids: Tensor, before: Tensor, rows: int) -> Tensor:
-    """Where in a table of so many rows a pair of tokens has its own: int64 (B, T).
-
-    Pairs with another first token share rows by chance; those with the same never do, if there is a row for each token.
-    """
-    return (before * _FAR_APART + input_ids) % rows
+    before = torch.cat((torch.zeros_like(x[:, :1]) if last is None else last, x[:, :-1]), dim=1)
+    return before if documents is None else before.masked_fill(starts(documents).unsqueeze(2), 0.0)
 
 
 def attention_mask_for(documents: Tensor | None, length: int, *, past: int, device: torch.device) -> Tensor | None:
