@@ -13,7 +13,8 @@ errors disk finding cards
 config
 config_file presets bench_config plugins run_folder heartbeat causes
 text_files text_hub text corpus token_manifest tokenizer tokens prepare
-fused_cross_entropy fused_fp8 linear_cross_entropy fused_products fused_ops positions model hardware fused_gpt
+fused_cross_entropy fused_fp8 linear_cross_entropy positions model
+fused_products fused_embedding fused_ops hardware fused_gpt
 fused_muon fused_adamw muon optim cluster agreement records trackers plots
 batches stragglers parallel step graphs stopping
 storage checkpoints retention snapshots staging saver export resume guard evaluate training_data

@@ -145,8 +145,15 @@ def test_squared_relu_inside_the_products_equals_the_plain_one(kernels: Callable
 
 
 @NEEDS_TRITON
+def test_embeddings_smeared_over_the_next_token_equal_the_plain_ones(kernels: Callable[[str], ModuleType]) -> None:
+    ops = kernels("fused_embedding")
+    for shape in ((3, 20, 96), (9, 2, 64)):
+        check(ops.smeared, ops.smeared_reference, normal(*shape), normal(shape[2], dtype=torch.float32))
+
+
+@NEEDS_TRITON
 def test_the_gradient_of_a_row_looked_up_twice_is_the_sum(kernels: Callable[[str], ModuleType]) -> None:
-    ops = kernels("fused_ops")
+    ops = kernels("fused_embedding")
     ids = torch.tensor([[0, 3, 3], [8, 3, 0]], device=DEVICE)
     check(
         lambda table: ops.embedding(ids, table),

@@ -73,7 +73,8 @@ def through(operation: Callable[..., Any], *arguments: Any) -> None:
 @pytest.mark.parametrize("learns", [True, False], ids=["learned weights", "no weights"])
 @pytest.mark.parametrize("more", [True, False], ids=["more", "alone"])
 def test_norms_and_turns_compile(compiled: set[str], learns: bool, more: bool) -> None:
-    from drumline.fused_ops import add_rms_norm, embedding, qkv, times_columns
+    from drumline.fused_embedding import embedding, smeared
+    from drumline.fused_ops import add_rms_norm, qkv, times_columns
 
     through(add_rms_norm, bf16(64, 768), bf16(64, 768) if more else None)
     through(times_columns, torch.zeros(2304, 768, requires_grad=True), torch.ones(768, requires_grad=True))
@@ -82,6 +83,7 @@ def test_norms_and_turns_compile(compiled: set[str], learns: bool, more: bool) -
     matrix = torch.zeros(2304, 768, requires_grad=True)
     through(lambda *given: qkv(*given, rope, heads=12), bf16(64, 768), matrix, norm, norm, extra)
     through(embedding, torch.zeros(2, 4, dtype=torch.int64), torch.zeros(9, 768, requires_grad=True))
+    through(smeared, bf16(2, 4, 768), torch.zeros(768, requires_grad=True))
     assert compiled == {
         "_add_rms_norm_kernel",
         "_add_rms_norm_backward_kernel",
@@ -89,6 +91,8 @@ def test_norms_and_turns_compile(compiled: set[str], learns: bool, more: bool) -
         "_norm_turn_kernel",
         "_norm_turn_backward_kernel",
         "_scatter_kernel",
+        "_smear_kernel",
+        "_smear_backward_kernel",
     }
 
 

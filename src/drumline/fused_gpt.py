@@ -46,7 +46,7 @@ class FusedGPT(GPT):
     def look_up(self, input_ids: Tensor, table: Tensor) -> Tensor:
         device = input_ids.device
         if _bf16(device) and (has_kernels(device) or self.is_fused(device, torch.bfloat16)):
-            from drumline.fused_ops import embedding  # needs Triton
+            from drumline.fused_embedding import embedding  # needs Triton
 
             return embedding(input_ids, table)
         return super().look_up(input_ids, table)
@@ -177,13 +177,15 @@ def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:
     What a part adds to the residual stream is added in the norm that follows, which has to read the stream anyway. A
     norm's learned weights are multiplied into the matrix that comes after it.
     """
-    from drumline.fused_ops import add_rms_norm, qkv  # needs Triton
+    from drumline.fused_embedding import smeared  # needs Triton, as the next
+    from drumline.fused_ops import add_rms_norm, qkv
     from drumline.fused_products import linear
 
     assert model.rope is not None
     rope = model.rope[:, : input_ids.size(1)]
     extra_values = model.extra_values(input_ids)
-    x = model.embedded(input_ids, None, None).flatten(0, 1)  # (N, D)
+    x = model.look_up(input_ids, model.token_embedding.weight)  # (B, T, D)
+    x = (x if model.smear is None else smeared(x, model.smear)).flatten(0, 1)  # (N, D)
     feed_forwards = _feed_forwards(model, fp8=fp8)
     delta: Tensor | None = None
     for layer, block in enumerate(model.blocks):
