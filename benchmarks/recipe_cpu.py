@@ -31,6 +31,7 @@ PARTS = {
     "the untied head": "--tie_embeddings",
     "projections that start at zero": "--init gpt2",
     "value tables": "--value_tables 0",
+    "smeared embeddings": "--no-smear",
     "the cap on logits": "--softcap 0",
     "norms without weights": "--norm_weights",
     "its schedule (cosine to a tenth instead)": "--schedule cosine --warmup_steps 3 --min_lr_ratio 0.1",

@@ -18,6 +18,7 @@ OPTIONS: dict[str, Any] = {
     "norm_weights": True,
     "softcap": 0.0,
     "value_tables": 1,
+    "smear": False,
     "short_contexts": 0.25,
     "optimizer": "adamw",
     "embedding_lr": 0.01,
@@ -59,13 +60,8 @@ def test_the_classic_recipe_is_adamw_with_warmup_and_cosine_and_nothing_added_to
         lr=2e-3, **{k: v for k, v in RECIPES["classic"].items() if k != "short_contexts"}
     )
     gpt = gpt_config(config.model, vocab_size=64)
-    assert (gpt.tie_embeddings, gpt.init, gpt.norm_weights, gpt.softcap, gpt.value_tables) == (
-        True,
-        "gpt2",
-        True,
-        0.0,
-        0,
-    )
+    assert gpt.tie_embeddings and gpt.init == "gpt2" and gpt.norm_weights
+    assert (gpt.softcap, gpt.value_tables, gpt.smear) == (0.0, 0, False)
     assert gpt.positions == ("rope" if name == "modern-tiny" else "learned")
 
 
@@ -127,6 +123,7 @@ def test_dry_run_counts_the_weights_and_state_of_every_option(capsys: pytest.Cap
     modern, table = parameters(), 2048 * 192
     assert parameters("--value_tables", "0") == modern - 2 * table
     assert parameters("--tie_embeddings") == modern - table
+    assert parameters("--no-smear") == modern - 192
     assert parameters("--norm_weights") == modern + 4 * (2 * 192 + 2 * 48) + 192
     untied = ("--value_tables", "0", "--tie_embeddings", "--norm_weights")
     assert parameters(*untied) == modern - 3 * table + 4 * (2 * 192 + 2 * 48) + 192

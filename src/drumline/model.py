@@ -45,7 +45,7 @@ class GPT(nn.Module):
         self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model) if learned else None
         # Not persistent: the table follows from the config, so it has no place in a checkpoint.
         self.register_buffer("rope", None if learned else rope_table(config), persistent=False)
-        self.smear = nn.Parameter(torch.zeros(config.d_model)) if config.smear else None
+        self.smear = nn.Parameter(torch.empty(config.d_model)) if config.smear else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
         self.value_tables = nn.ModuleList(
@@ -58,6 +58,9 @@ class GPT(nn.Module):
 
     def init_weights(self) -> None:
         """Draw the first weights; biases start at zero."""
+        if self.smear is not None:
+            # Some numbers of the stream tell of the token before, others do not: weights of one size would mix the two.
+            nn.init.normal_(self.smear)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=initial_std(name, self.config))

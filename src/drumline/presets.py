@@ -44,6 +44,7 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
         "norm_weights": False,
         "softcap": 15.0,
         "value_tables": 3,
+        "smear": True,
         "short_contexts": 0.5,
         "optimizer": "muon",
         "embedding_lr": 0.4,
