@@ -199,7 +199,7 @@ def test_with_zero_init_the_residual_stream_starts_as_the_embedding_and_all_toke
     torch.manual_seed(0)
     model, ids = GPT(RECIPE), tokens(2, 16)
     with torch.no_grad():
-        embedded = torch.nn.functional.rms_norm(model.token_embedding(ids), (32,), eps=1e-6)
+        embedded = torch.nn.functional.rms_norm(model.embedded(ids, None, None), (32,), eps=1e-6)
         assert_close(model.hidden(ids), embedded)
     assert model.token_embedding.weight.std().item() == pytest.approx(1.0, rel=0.05)
     assert logits_of(model, ids).abs().max() == 0
