@@ -327,7 +327,7 @@ def common_arguments(doc: str, *, steps: int, batch_size: int, seeds: str) -> ar
 
 
 def main() -> None:
-    parser = common_arguments(__doc__ or "", steps=245, batch_size=24, seeds="0,1,2")
+    parser = common_arguments(__doc__ or "", steps=224, batch_size=24, seeds="0,1,2")
     parser.add_argument("--shape", choices=SHAPES, default="small", help="124M or 350M")
     parser.add_argument("--no_fp8", action="store_true")
     parser.add_argument("--baseline", action="append", help=f"LR:BATCH, or none. Default: {' '.join(BASELINES)}")
