@@ -286,8 +286,9 @@ def test_muons_kernels_equal_its_plain_update_and_leave_a_skipped_step_alone(
 
 
 @NEEDS_TRITON
+@pytest.mark.parametrize("betas", [(0.8, 0.999), (0.0, 0.95)])
 def test_the_one_pass_adamw_equals_torchs_and_leaves_a_skipped_step_alone(
-    kernels: Callable[[str], ModuleType],
+    kernels: Callable[[str], ModuleType], betas: tuple[float, float]
 ) -> None:
     ours = kernels("fused_adamw").OnePassAdamW
     starts = [normal(*shape, dtype=torch.float32) for shape in ((40, 130), (64,), (3, 5), (9000, 1))]
@@ -296,7 +297,7 @@ def test_the_one_pass_adamw_equals_torchs_and_leaves_a_skipped_step_alone(
     for way in (ours, torch.optim.AdamW):
         weights = [torch.nn.Parameter(start.clone()) for start in starts]
         groups = [{"params": weights[:2], "weight_decay": 0.1}, {"params": weights[2:], "lr": 0.02}]
-        optimizer = way(groups, lr=0.1, betas=(0.8, 0.999), eps=1e-6, weight_decay=0.0)
+        optimizer = way(groups, lr=0.1, betas=betas, eps=1e-6, weight_decay=0.0)
         for step in range(4):
             for number, (weight, gradient) in enumerate(zip(weights, gradients[step], strict=True)):
                 late = number == 1 and step == 0  # this weight's first step is the second of the others

@@ -83,7 +83,7 @@ class OnePassAdamW(torch.optim.AdamW):
         _adamw_kernel[(table.size(1),)](
             table, one if divisor is None else divisor, skipped, float(group["lr"]), float(group["eps"]),
             1.0 - group["lr"] * group["weight_decay"],
-            *(number for beta in group["betas"] for number in (beta, 1.0 - beta, math.log2(beta))),
+            *(number for beta in group["betas"] for number in (float(beta), 1.0 - beta, _log2(beta))),
             BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
 
@@ -93,6 +93,10 @@ class OnePassAdamW(torch.optim.AdamW):
             state["step"] = torch.zeros((), device=weight.device)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weight), torch.zeros_like(weight)
         return state
+
+
+def _log2(beta: float) -> float:
+    return math.log2(beta) if beta else -math.inf
 
 
 @functools.lru_cache(maxsize=8)
