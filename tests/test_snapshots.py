@@ -1,6 +1,7 @@
 """Copies in memory: a killed run goes on from them, a damaged one is passed over, and none stays behind."""
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,3 +190,23 @@ def test_the_memory_of_a_run_that_was_deleted_is_given_back_by_the_next_one(memo
     held._lock.close()
     Snapshots.of(living).forget_others()
     assert not held.folder.exists() and Snapshots.of(living).newest(warn=print) is not None
+
+
+def test_room_can_be_measured_while_another_launcher_replaces_its_snapshots(tmp_path: Path) -> None:
+    snapshots = Snapshots(tmp_path / "memory", RunFolder(tmp_path / "run"))
+    done = threading.Event()
+
+    def replace_them() -> None:
+        while not done.is_set():
+            aside = snapshots.folder / ".step-1"
+            aside.mkdir(parents=True)
+            (aside / "weights").write_bytes(b"1")
+            shutil.rmtree(aside)
+
+    other = threading.Thread(target=replace_them)
+    other.start()
+    try:
+        assert [snapshots.no_room(1) for _ in range(500)] == [None] * 500
+    finally:
+        done.set()
+        other.join()

@@ -43,9 +43,8 @@ class Snapshots:
     def no_room(self, state_bytes: int) -> str | None:
         """Why snapshots of this size cannot be kept here; None if they can."""
         needed = 2 * state_bytes  # a new one is complete before the old one goes
-        held = sum(file.stat().st_size for file in self.folder.rglob("*") if file.is_file())
         try:
-            free = min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) + held
+            free = min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) + _bytes_in(self.folder)
         except OSError as error:
             return f"there is no {MEMORY} ({error.strerror})"
         if free < needed:
@@ -103,3 +102,13 @@ class Snapshots:
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):  # other runs have theirs there
             self.folder.parent.rmdir()
+
+
+def _bytes_in(folder: Path) -> int:
+    """What its files hold; another launcher of the run on this machine may be replacing them meanwhile."""
+    held = 0
+    for parent, _, names in os.walk(folder):  # passes over folders that are gone
+        for name in names:
+            with suppress(FileNotFoundError):
+                held += os.stat(os.path.join(parent, name)).st_size
+    return held
