@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from drumline.positions import one_before
+
 _SMEAR_ROWS = 8
 
 
@@ -59,7 +61,7 @@ class _Embedding(torch.autograd.Function):
 
 def smeared_reference(x: Tensor, weights: Tensor) -> Tensor:
     """Each row and, times the weights, the one before it in its sequence: (B, T, D), (D) -> (B, T, D)."""
-    return x + weights * F.pad(x[:, :-1], (0, 0, 1, 0))
+    return x + weights * one_before(x, None, last=None)
 
 
 def smeared(x: Tensor, weights: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def look_ahead(
     squares = torch.empty(len(gradients), blocks, dtype=torch.float32, device=device)
     straight = [gradient.contiguous() for gradient in gradients]  # held until the launch
     _look_ahead_kernel[(blocks, len(gradients))](
-        addresses(straight), addresses(momenta), ahead, squares, updates, divisor, skipped, *map(float, momentum),
+        _addresses(straight), _addresses(momenta), ahead, squares, updates, divisor, skipped, *map(float, momentum),
         size, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
     _normalise_kernel[(blocks, len(gradients))](
@@ -108,12 +108,12 @@ def apply(
     """
     size, columns = matrices[0].numel(), matrices[0].size(1)
     _apply_kernel[(triton.cdiv(size, _BLOCK), len(matrices))](
-        addresses(matrices), directions.contiguous(), factors.contiguous(), skipped, float(rate), float(kept), size,
+        _addresses(matrices), directions.contiguous(), factors.contiguous(), skipped, float(rate), float(kept), size,
         columns, BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
 
 
-def addresses(tensors: Sequence[Tensor]) -> Tensor:
+def _addresses(tensors: Sequence[Tensor]) -> Tensor:
     """int64 (n) on their device."""
     assert all(tensor.is_contiguous() and tensor.dtype == torch.float32 for tensor in tensors)
     return _on_device(tuple(tensor.data_ptr() for tensor in tensors), tensors[0].device)
