@@ -20,15 +20,15 @@ from header import header
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from drumline.batches import BatchPlan
-from drumline.cluster import World, join, leave
-from drumline.config import ModelSettings, OptimConfig, TrainConfig
-from drumline.model import GPT
-from drumline.optim import make_optimizer
-from drumline.parallel import make_strategy
-from drumline.presets import gpt_config, with_preset
-from drumline.pretrain import token_objective
-from drumline.step import Precision, train_step
+from drumline.data.batches import BatchPlan
+from drumline.parallel.world import World, join, leave
+from drumline.config.settings import ModelSettings, OptimConfig, TrainConfig
+from drumline.model.gpt import GPT
+from drumline.optim.optimizers import make_optimizer
+from drumline.parallel.strategies import make_strategy
+from drumline.config.presets import gpt_config, with_preset
+from drumline.train.pretraining import token_objective
+from drumline.train.step import Precision, train_step
 
 OPTIM = OptimConfig(lr=1e-3)
 Batches = list[tuple[torch.Tensor, torch.Tensor]]

@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drumline.batches import visit_order
-from drumline.config import GPTConfig, OptimConfig
-from drumline.evaluate import evaluate
-from drumline.hardware import allow_tf32, pick_dtype
-from drumline.optim import learning_rate
-from drumline.step import Precision
-from drumline.tokens import TokenFile, open_tokens
+from drumline.data.batches import visit_order
+from drumline.config.settings import GPTConfig, OptimConfig
+from drumline.train.evaluation import evaluate
+from drumline.parallel.hardware import allow_tf32, pick_dtype
+from drumline.optim.optimizers import learning_rate
+from drumline.train.step import Precision
+from drumline.data.tokens import TokenFile, open_tokens
 
 WARM_STEPS = 5
 """Steps before the clock starts, which are undone: they compile, load and take memory for the first time."""

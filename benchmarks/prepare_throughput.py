@@ -24,9 +24,9 @@ from pathlib import Path
 
 from header import header
 
-from drumline.prepare import prepare
-from drumline.text import documents
-from drumline.tokenizer import Tokenizer
+from drumline.data.preparing import prepare
+from drumline.data.sources import documents
+from drumline.data.tokenizer import Tokenizer
 
 KINDS = ("encode_batch", "encode_batch_fast", "prepare")
 CHUNK_BYTES = 16_000_000

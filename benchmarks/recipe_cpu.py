@@ -23,8 +23,8 @@ from pathlib import Path
 
 from header import header
 
-from drumline.presets import PRESETS
-from drumline.records import read_metrics
+from drumline.config.presets import PRESETS
+from drumline.report.records import read_metrics
 
 PRESET = PRESETS["modern-tiny"]
 PARTS = {
@@ -45,8 +45,8 @@ WITHOUT = {
 }
 """What is left out, and the flags that do so."""
 INSIDE_MUON = {
-    "updates of rows at one rate": "drumline.muon.row_factors = lambda rows, *_, **__: rows.new_ones(rows.shape[:2])",
-    "queries, keys and values apart": "drumline.optim.CausalSelfAttention = type(None)",
+    "updates of rows at one rate": "drumline.optim.muon.row_factors = lambda rows, *_, **__: rows.new_ones(rows.shape[:2])",
+    "queries, keys and values apart": "drumline.optim.optimizers.CausalSelfAttention = type(None)",
 }
 """What has no flag: the line that takes it out."""
 
@@ -61,7 +61,7 @@ class Trained:
 def drumline(*arguments: str, changed: str = "") -> None:
     """The command; `changed` is run before it."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    code = f"import drumline.optim; {changed}; from drumline.cli import main; main()"
+    code = f"import drumline.optim.optimizers; {changed}; from drumline.cli.app import main; main()"
     command = [sys.executable, *(["-c", code] if changed else ["-m", "drumline"]), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     if done.returncode:

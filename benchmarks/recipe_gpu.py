@@ -51,10 +51,10 @@ from nanogpt import WARM_STEPS, Baseline
 from recipe_cpu import PARTS
 
 import drumline
-from drumline.config_file import read_settings
-from drumline.presets import MEDIUM, SMALL
-from drumline.records import read_metrics
-from drumline.tokens import is_tokens, open_tokens
+from drumline.config.toml_file import read_settings
+from drumline.config.presets import MEDIUM, SMALL
+from drumline.report.records import read_metrics
+from drumline.data.tokens import is_tokens, open_tokens
 
 VOCAB = 32768
 LAST_STEPS = 50
@@ -319,7 +319,7 @@ def common_arguments(doc: str, *, steps: int, batch_size: int, seeds: str) -> ar
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--batch_size", type=int, default=batch_size, help="sequences a step")
     parser.add_argument("--seeds", default=seeds, help="as 0,1,2, or none")
-    parser.add_argument("--model", default="drumline.fused_gpt:FusedGPT", help="as --model of drumline train")
+    parser.add_argument("--model", default="drumline.kernels.gpt:FusedGPT", help="as --model of drumline train")
     parser.add_argument("--flags", default="", help="more flags of drumline train, as one word")
     parser.add_argument("--json", type=Path, help="where to write all figures")
     parser.add_argument("--miniature", action="store_true", help="a tiny model on a CPU; its figures mean nothing")

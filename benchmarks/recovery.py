@@ -21,9 +21,9 @@ from statistics import median
 import psutil
 from header import header
 
-from drumline.drill import DrillConfig, drilled_run
-from drumline.drill_faults import Outcome, inject
-from drumline.drill_run import DrilledRun
+from drumline.drill.drill import DrillConfig, drilled_run
+from drumline.drill.faults import Outcome, inject
+from drumline.drill.run import DrilledRun
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ from itertools import islice
 import torch
 from header import header
 
-from drumline.model import GPT, GPTConfig
-from drumline.sample import SampleConfig, generate
+from drumline.model.gpt import GPT, GPTConfig
+from drumline.generate.sample import SampleConfig, generate
 
 
 def main() -> None:

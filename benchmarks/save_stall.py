@@ -16,16 +16,16 @@ from statistics import median
 import torch
 from header import header
 
-from drumline.checkpoints import RunState, tensors_of
-from drumline.cluster import Place, World
-from drumline.config import ModelSettings, OptimConfig, TrainConfig
-from drumline.model import GPT
-from drumline.optim import make_optimizer
-from drumline.presets import gpt_config, with_preset
-from drumline.retention import Retention
-from drumline.run_folder import RunFolder
-from drumline.saver import Saver
-from drumline.snapshots import Snapshots
+from drumline.checkpoint.checkpoints import RunState, tensors_of
+from drumline.parallel.world import Place, World
+from drumline.config.settings import ModelSettings, OptimConfig, TrainConfig
+from drumline.model.gpt import GPT
+from drumline.optim.optimizers import make_optimizer
+from drumline.config.presets import gpt_config, with_preset
+from drumline.checkpoint.retention import Retention
+from drumline.files.run_folder import RunFolder
+from drumline.checkpoint.saver import Saver
+from drumline.checkpoint.snapshots import Snapshots
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
 from drumline import Trainer
-from drumline.launch import start_ranks
+from drumline.elastic.launch import start_ranks
 
 
 def train(total_epochs: int, save_every: int, batch_size: int, run_dir: str) -> None:

@@ -10,7 +10,7 @@ Every flag of `drumline train` works here: --help lists them. Started again, a r
 
 import argparse
 
-from drumline.cli import main
+from drumline.cli.app import main
 
 # What a launcher says is in the environment already; only how many ranks to start has to be told.
 parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)

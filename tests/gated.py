@@ -68,9 +68,9 @@ def _train(argv: list[str], gates: list[int], scratch: Path, retry_s: float, cwd
     os.chdir(cwd)
     import torch
 
-    from drumline import saver
-    from drumline.cli import run_command
-    from drumline.loop import Loop
+    from drumline.checkpoint import saver
+    from drumline.cli.app import run_command
+    from drumline.train.loop import Loop
 
     torch.set_num_threads(1)
     step_of_the_loop, polled = Loop._step, saver.Saver.poll

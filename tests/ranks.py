@@ -29,9 +29,9 @@ _CONTEXT.set_forkserver_preload(
         "torch._dynamo",  # what any optimizer imports
         "torch.distributed",
         "torch.nn.parallel",
-        "drumline.pretrain",
-        "drumline.trainer",
-        "drumline.cli",
+        "drumline.train.pretraining",
+        "drumline.train.trainer",
+        "drumline.cli.app",
         "matplotlib.pyplot",
     ]
 )
@@ -99,7 +99,7 @@ def train_ranks(size: int, *flags: str, last: Sequence[str] = ()) -> list[Outcom
 
 
 def _command(argv: list[str]) -> int:
-    from drumline.cli import run_command
+    from drumline.cli.app import run_command
 
     return run_command(argv)
 
@@ -120,7 +120,7 @@ def _rank(
     except BaseException as error:
         code = RAISED
         err.write(f"{type(error).__name__}: {error}")
-    from drumline.cluster import leave
+    from drumline.parallel.world import leave
 
     leave()  # as a process does at its exit, which one that multiprocessing started does not
     pipe.send(Outcome(code, out.getvalue(), err.getvalue(), value))

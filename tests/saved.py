@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.checkpoints import RunState, commit, optimizer_state, tensors_of
-from drumline.cluster import Place, World
-from drumline.retention import Retention
-from drumline.run_folder import RunFolder
-from drumline.saver import Saver
-from drumline.snapshots import Snapshots
-from drumline.storage import FileFacts, write_tensors
+from drumline.checkpoint.checkpoints import RunState, commit, optimizer_state, tensors_of
+from drumline.parallel.world import Place, World
+from drumline.checkpoint.retention import Retention
+from drumline.files.run_folder import RunFolder
+from drumline.checkpoint.saver import Saver
+from drumline.checkpoint.snapshots import Snapshots
+from drumline.checkpoint.storage import FileFacts, write_tensors
 
 ALONE = World(Place(), torch.device("cpu"))
 Tell = Callable[[str, dict[str, Any]], None]

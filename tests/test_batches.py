@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.batches import BatchPlan, DatasetBatches, TokenBatches, items_of, mix, plan_batches, visit_order
-from drumline.config import BatchConfig
+from drumline.data.batches import BatchPlan, DatasetBatches, TokenBatches, items_of, mix, plan_batches, visit_order
+from drumline.config.settings import BatchConfig
 from drumline.errors import ConfigError, DataError
-from drumline.tokens import TokenFile
+from drumline.data.tokens import TokenFile
 
 
 def token_file(count: int, **more: object) -> TokenFile:

@@ -19,16 +19,20 @@ from launchers import wait_until_gone
 from matplotlib import image
 from ranks import run_ranks
 
-from drumline import bench, bench_memory, workload
-from drumline.batches import BatchPlan
-from drumline.bench_config import BenchConfig
-from drumline.bench_memory import find_batch_size, peak_memory, try_out
-from drumline.cli import run_command
-from drumline.cluster import Place, World
+from drumline.bench import bench
+
+from drumline.bench import memory as bench_memory
+
+from drumline.bench import workload
+from drumline.data.batches import BatchPlan
+from drumline.bench.config import BenchConfig
+from drumline.bench.memory import find_batch_size, peak_memory, try_out
+from drumline.cli.app import run_command
+from drumline.parallel.world import Place, World
 from drumline.errors import EXIT_INTERRUPTED
-from drumline.model import GPT
-from drumline.plots import plot_bench
-from drumline.workload import PARTS
+from drumline.model.gpt import GPT
+from drumline.report.plots import plot_bench
+from drumline.bench.workload import PARTS
 
 GUIDE = Path(__file__).parent.parent / "docs" / "benchmarking.md"
 ALONE = World(Place(), torch.device("cpu"))
@@ -331,7 +335,7 @@ def test_a_file_that_cannot_be_written_is_said_after_the_figures(
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("drumline.disk.replace_text", full)
+    monkeypatch.setattr("drumline.files.disk.replace_text", full)
     assert run_command(["bench", *small(preset="tiny", json=str(tmp_path / "bench.json"))]) == 1
     shown = capsys.readouterr()
     assert "tokens/s" in shown.out and shown.err.startswith(f"error: cannot write {tmp_path}/bench.json: No space left")

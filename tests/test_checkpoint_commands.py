@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from saved import save, state, trained
 
-from drumline.checkpoints import checkpoint_paths, tensors_of
-from drumline.cli import run_command
-from drumline.export import open_single_file
-from drumline.retention import step_of
-from drumline.run_folder import RunFolder
-from drumline.snapshots import Snapshots
+from drumline.checkpoint.checkpoints import checkpoint_paths, tensors_of
+from drumline.cli.app import run_command
+from drumline.checkpoint.export import open_single_file
+from drumline.checkpoint.retention import step_of
+from drumline.files.run_folder import RunFolder
+from drumline.checkpoint.snapshots import Snapshots
 
 LOSSES = {10: 3.0, 20: 1.0, 30: 2.0, 40: None}
 Command = Callable[..., tuple[int, str, str]]

@@ -8,11 +8,11 @@ import torch
 from saved import Tied, save, trained
 from torch import nn
 
-from drumline import checkpoints
-from drumline.checkpoints import RunState, commit, load, newest_valid, open_checkpoint, tensors_of
+from drumline.checkpoint import checkpoints
+from drumline.checkpoint.checkpoints import RunState, commit, load, newest_valid, open_checkpoint, tensors_of
 from drumline.errors import CheckpointError
-from drumline.run_folder import RunFolder
-from drumline.storage import FileFacts, write_tensors
+from drumline.files.run_folder import RunFolder
+from drumline.checkpoint.storage import FileFacts, write_tensors
 
 
 @pytest.mark.parametrize("parts", [1, 3])

@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 from conftest import small
 
-from drumline.cli import app, run_command
-from drumline.config_file import sections
+from drumline.cli.app import app, run_command
+from drumline.config.toml_file import sections
 from drumline.errors import EXIT_USAGE, EXIT_USER
-from drumline.run_folder import RunFolder
-from drumline.runs import list_runs
+from drumline.files.run_folder import RunFolder
+from drumline.report.runs import list_runs
 
 Train = Callable[..., int]
 
 
 def test_help_imports_no_torch_and_answers_at_once() -> None:
     code = (
-        "import sys; from drumline.cli import run_command; "
+        "import sys; from drumline.cli.app import run_command; "
         "code = run_command(['--help']); assert not {'torch', 'numpy'} & set(sys.modules); sys.exit(code)"
     )
     took_s = []

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.config import DataConfig, GPTConfig, ModelSettings, OptimConfig, RunConfig, TrainConfig
-from drumline.config_file import (
+from drumline.config.settings import DataConfig, GPTConfig, ModelSettings, OptimConfig, RunConfig, TrainConfig
+from drumline.config.toml_file import (
     FREE_TO_CHANGE,
     UnknownKeyError,
     differences,
@@ -18,7 +18,7 @@ from drumline.config_file import (
     to_toml,
 )
 from drumline.errors import ConfigError
-from drumline.presets import PRESETS, gpt_config, with_preset
+from drumline.config.presets import PRESETS, gpt_config, with_preset
 
 
 def test_no_two_sections_share_a_settings_name() -> None:

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline import corpus as corpus_module
-from drumline.corpus import Corpus, Label
+from drumline.data import corpus as corpus_module
+from drumline.data.corpus import Corpus, Label
 from drumline.errors import ConfigError
-from drumline.text import Document, Skipped
+from drumline.data.sources import Document, Skipped
 
 
 def write_rows(path: Path, texts: list[str]) -> str:

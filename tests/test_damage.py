@@ -15,13 +15,13 @@ import pytest
 import torch
 from saved import Tied, flipped, save
 
-from drumline import checkpoints
-from drumline.checkpoints import load, newest_valid, open_checkpoint
-from drumline.disk import file_sha256
+from drumline.checkpoint import checkpoints
+from drumline.checkpoint.checkpoints import load, newest_valid, open_checkpoint
+from drumline.files.disk import file_sha256
 from drumline.errors import CheckpointError
-from drumline.export import open_single_file, write_single_file
-from drumline.resume import find
-from drumline.run_folder import RunFolder
+from drumline.checkpoint.export import open_single_file, write_single_file
+from drumline.checkpoint.resuming import find
+from drumline.files.run_folder import RunFolder
 
 FILES = [
     *(f"{kind}-0000{part}-of-00002.safetensors" for kind in ("model", "optimizer") for part in (1, 2)),

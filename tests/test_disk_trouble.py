@@ -12,9 +12,9 @@ import pytest
 from conftest import small
 from gated import Gated, gated
 
-from drumline.checkpoints import checkpoint_paths, open_checkpoint
-from drumline.records import read_metrics
-from drumline.run_folder import RunFolder
+from drumline.checkpoint.checkpoints import checkpoint_paths, open_checkpoint
+from drumline.report.records import read_metrics
+from drumline.files.run_folder import RunFolder
 
 STEPS = 30
 FLAGS = small("--train_data_path", "text", "--total_steps", str(STEPS), "--save_every", "5", "--keep_checkpoints", "9")

@@ -13,20 +13,22 @@ from typing import Any
 import pytest
 import torch
 
-from drumline import gpus, machine
-from drumline.cards import free_port
-from drumline.cli import run_command
-from drumline.cluster import Place
-from drumline.config import ModelSettings, RanksConfig, RunConfig, TrainConfig
-from drumline.doctor import checkpoint_bytes, findings_before
+from drumline.doctor import gpus
+
+from drumline.doctor import machine
+from drumline.network.interfaces import free_port
+from drumline.cli.app import run_command
+from drumline.parallel.world import Place
+from drumline.config.settings import ModelSettings, RanksConfig, RunConfig, TrainConfig
+from drumline.doctor.checkup import checkpoint_bytes, findings_before
 from drumline.errors import EXIT_USER
-from drumline.finding import Finding
-from drumline.hosts_check import HostsReport
-from drumline.hosts_meet import Gathering
-from drumline.model import GPT
-from drumline.optim import parameters_by_kind
-from drumline.presets import gpt_config, with_preset
-from drumline.variables import BETWEEN_RANKS
+from drumline.doctor.finding import Finding
+from drumline.doctor.hosts.check import HostsReport
+from drumline.doctor.hosts.meet import Gathering
+from drumline.model.gpt import GPT
+from drumline.optim.optimizers import parameters_by_kind
+from drumline.config.presets import gpt_config, with_preset
+from drumline.doctor.environment import BETWEEN_RANKS
 
 Train = Callable[..., int]
 Captured = pytest.CaptureFixture[str]
@@ -80,7 +82,7 @@ def test_each_check_is_a_line_and_what_is_not_well_has_its_fix_beneath(
 
 def test_an_address_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     found = [Finding("network", "ok", "eth0 fd00::b:1 [red]"), Finding("disk", "warning", "full", "rm x", host="b")]
-    monkeypatch.setattr("drumline.doctor.all_findings", lambda *args, **more: found)
+    monkeypatch.setattr("drumline.doctor.checkup.all_findings", lambda *args, **more: found)
     assert run_command(["doctor"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "ok       network      eth0 fd00::b:1 [red]" and shown[1] == "warning  disk         b: full"
@@ -96,8 +98,8 @@ def test_hosts_that_are_asked_for_or_that_a_launcher_started_check_each_other(
         closed = Finding("port 29500", "failed", "closed", "ufw allow 29500/tcp", host="b")
         return HostsReport((closed,), names={0: "a", 1: "b"}, tells=gathering.address == "b")
 
-    monkeypatch.setattr("drumline.hosts_check.check_hosts", together)
-    monkeypatch.setattr("drumline.doctor.all_findings", lambda *args, **more: [])
+    monkeypatch.setattr("drumline.doctor.hosts.check.check_hosts", together)
+    monkeypatch.setattr("drumline.doctor.checkup.all_findings", lambda *args, **more: [])
     assert run_command(["doctor", "--nnodes", "2", "--rdzv_endpoint", "b:29500"]) == EXIT_USER
     assert "b: closed" in capsys.readouterr().out
     for name, value in {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}.items():
@@ -145,7 +147,7 @@ def test_over_ssh_the_hosts_are_told_where_to_meet_and_what_to_look_at(monkeypat
         asked.append((words, how))
         return 0
 
-    monkeypatch.setattr("drumline.cli_launch.over_ssh", over_ssh)
+    monkeypatch.setattr("drumline.cli.launch.over_ssh", over_ssh)
     assert run_command("doctor --hosts a,b --rdzv_endpoint b:1 --quick --data x --patience 5".split()) == 0
     words = ("doctor", "--run_dir", "runs", "--patience", "5.0", "--data", "x", "--quick")
     assert asked == [(words, {"hosts": "a,b", "rdzv_endpoint": "b:1"})]
@@ -234,8 +236,8 @@ def test_a_rank_that_cannot_find_rank_0_says_so_and_why(
         place = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
         for name, value in {**place, "MASTER_PORT": str(held.getsockname()[1])}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("drumline.cli_doctor._RANK_0_S", 1.0)
-        monkeypatch.setattr("drumline.cli_doctor._SAY_S", 0.1)
+        monkeypatch.setattr("drumline.cli.doctor._RANK_0_S", 1.0)
+        monkeypatch.setattr("drumline.cli.doctor._SAY_S", 0.1)
         assert train() == EXIT_USER
     told = capsys.readouterr().err
     assert "to answer (refused); start the run there too\n" in told

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 from hosts import PORT, Called, Host, hosts_on_a_switch, two_hosts
 
-from drumline.agreement import versions
-from drumline.finding import Finding
-from drumline.hosts_check import HostsReport, check_hosts
-from drumline.hosts_meet import gathering_at
-from drumline.hosts_report import data_hashes
+from drumline.parallel.agreement import versions
+from drumline.doctor.finding import Finding
+from drumline.doctor.hosts.check import HostsReport, check_hosts
+from drumline.doctor.hosts.meet import gathering_at
+from drumline.doctor.hosts.report import data_hashes
 
 LIMIT_S = 120.0
 BRIEF_S = 2.0

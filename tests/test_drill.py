@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from drumline.cli import run_command
-from drumline.drill import DrillConfig, DrillReport, conclusion, fault_rows, parse_faults, run_drill, schedule
-from drumline.drill_faults import FAULTS, Outcome
+from drumline.cli.app import run_command
+from drumline.drill.drill import DrillConfig, DrillReport, conclusion, fault_rows, parse_faults, run_drill, schedule
+from drumline.drill.faults import FAULTS, Outcome
 from drumline.errors import EXIT_FAILED
 
 
@@ -50,7 +50,7 @@ def test_a_drill_does_not_hold_if_anything_did_not(harm: dict[str, object]) -> N
 def test_a_drill_that_did_not_hold_exits_with_a_code_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drumline.drill.run_drill", lambda config, say: DrillReport())
+    monkeypatch.setattr("drumline.drill.drill.run_drill", lambda config, say: DrillReport())
     assert run_command(["drill", "--folder", str(tmp_path / "drill")]) == EXIT_FAILED
 
 

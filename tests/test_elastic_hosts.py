@@ -15,7 +15,7 @@ import pytest
 from conftest import small
 from hosts import Host, Started, two_hosts
 
-from drumline.records import read_metrics
+from drumline.report.records import read_metrics
 
 TIMEOUT_S = 120
 ENDPOINT = ("--rdzv_endpoint", "host-a:29400")
@@ -118,14 +118,14 @@ def test_two_hosts_finish_together_and_a_rank_that_dies_is_named_on_both(
 
 LAST_WORK = """
 import os, time
-import drumline.pretrain
-from drumline.model import GPT
+import drumline.train.pretraining
+from drumline.model.gpt import GPT
 
 def plot(*args, **kwargs):
     while not os.path.exists("done"):
         time.sleep(0.05)
 
-drumline.pretrain.plot_loss = plot
+drumline.train.pretraining.plot_loss = plot
 """
 
 

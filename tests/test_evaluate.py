@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drumline.config import GPTConfig
+from drumline.config.settings import GPTConfig
 from drumline.errors import DataError
-from drumline.evaluate import evaluate
-from drumline.model import GPT
-from drumline.pretrain import token_objective
-from drumline.step import Precision
-from drumline.tokens import TokenFile
+from drumline.train.evaluation import evaluate
+from drumline.model.gpt import GPT
+from drumline.train.pretraining import token_objective
+from drumline.train.step import Precision
+from drumline.data.tokens import TokenFile
 
 CPU = Precision.of(torch.device("cpu"), torch.float32)
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from saved import save
 
-from drumline import export
-from drumline.checkpoints import open_checkpoint
-from drumline.cli import run_command
-from drumline.export import open_single_file, write_single_file
-from drumline.run_folder import RunFolder
+from drumline.checkpoint import export
+from drumline.checkpoint.checkpoints import open_checkpoint
+from drumline.cli.app import run_command
+from drumline.checkpoint.export import open_single_file, write_single_file
+from drumline.files.run_folder import RunFolder
 
 Train = Callable[..., int]
 

@@ -14,7 +14,7 @@ from sshd import LIMIT_S, wait
 
 def far(**order: object) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "drumline.far_end"],
+        [sys.executable, "-m", "drumline.launch.remote_agent"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

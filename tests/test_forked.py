@@ -11,7 +11,7 @@ from ranks import TIMEOUT_S
 
 SCRIPT = """
 import multiprocessing, os, sys, time
-from drumline import forked
+from drumline.elastic import rank_process as forked
 
 def nothing():
     pass

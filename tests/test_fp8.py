@@ -20,23 +20,25 @@ import torch.nn.functional as F
 from interpreted import HAS_TRITON, INTERPRETED, WHY_NOT, run_interpreted
 from torch import Tensor
 
-from drumline import fused_fp8, fused_gpt
-from drumline.cli import run_command
-from drumline.config import GPTConfig, ModelSettings, RunConfig, TrainConfig
-from drumline.config_file import differences
+from drumline.kernels import fp8 as fused_fp8
+
+from drumline.kernels import gpt as fused_gpt
+from drumline.cli.app import run_command
+from drumline.config.settings import GPTConfig, ModelSettings, RunConfig, TrainConfig
+from drumline.config.toml_file import differences
 from drumline.errors import ConfigError
-from drumline.fused_fp8 import E4M3, E5M2, float8_weights, relu2_mlp
-from drumline.fused_gpt import Float8GPT, FusedGPT, check_fp8, with_kernels
-from drumline.linear_cross_entropy import (
+from drumline.kernels.fp8 import E4M3, E5M2, float8_weights, relu2_mlp
+from drumline.kernels.gpt import Float8GPT, FusedGPT, check_fp8, with_kernels
+from drumline.model.loss import (
     IGNORED,
     cross_entropy_to_float8_reference,
     linear_cross_entropy,
     linear_cross_entropy_reference,
 )
-from drumline.model import GPT, FeedForward
-from drumline.presets import with_preset
-from drumline.records import read_metrics
-from drumline.runs import build_model
+from drumline.model.gpt import GPT, FeedForward
+from drumline.config.presets import with_preset
+from drumline.report.records import read_metrics
+from drumline.report.runs import build_model
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 DEVICE = torch.device("cuda" if HOPPER else "cpu")
@@ -303,7 +305,7 @@ def test_a_float8_gpt_trains_in_float8_and_is_judged_in_bfloat16(
     assert torch.equal(*[loss(model) for model in models])
 
 
-MY_MODEL = "drumline.model:GPT"
+MY_MODEL = "drumline.model.gpt:GPT"
 
 
 @pytest.mark.parametrize(
@@ -345,7 +347,7 @@ def test_fp8_without_triton_is_refused_and_with_all_it_needs_is_not(monkeypatch:
         check_fp8(fp8_run(), device)
     assert refused.value.fix == "pip install triton, or leave out --fp8"
     monkeypatch.setattr(fused_gpt, "has_kernels", lambda device: True)
-    for model in ("gpt", "drumline.fused_gpt:FusedGPT"):
+    for model in ("gpt", "drumline.kernels.gpt:FusedGPT"):
         check_fp8(fp8_run(model=model), device)
 
 

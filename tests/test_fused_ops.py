@@ -12,12 +12,12 @@ import torch
 from interpreted import HAS_TRITON, INTERPRETED, MODERN, WHY_NOT, run_interpreted
 from torch import Tensor
 
-from drumline import fused_gpt
-from drumline.config import GPTConfig
-from drumline.fused_gpt import FusedGPT, fits
-from drumline.linear_cross_entropy import IGNORED, cross_entropy_in_place_reference
-from drumline.model import GPT
-from drumline.muon import Muon
+from drumline.kernels import gpt as fused_gpt
+from drumline.config.settings import GPTConfig
+from drumline.kernels.gpt import FusedGPT, fits
+from drumline.model.loss import IGNORED, cross_entropy_in_place_reference
+from drumline.model.gpt import GPT
+from drumline.optim.muon import Muon
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NEEDS_TRITON = pytest.mark.skipif(
@@ -266,8 +266,8 @@ def test_muons_kernels_equal_its_plain_update_and_leave_a_skipped_step_alone(
     gradients = [[normal(rows, 64 + step + i, dtype=torch.float32)[:, :64] for i in range(3)] for step in range(3)]
     left = []
     for by_kernels in (True, False):
-        monkeypatch.setattr("drumline.muon.suits_kernels", lambda matrix, by_kernels=by_kernels: by_kernels)
-        monkeypatch.setattr("drumline.muon.raised", lambda x: x)  # would make rounding errors larger
+        monkeypatch.setattr("drumline.optim.muon.suits_kernels", lambda matrix, by_kernels=by_kernels: by_kernels)
+        monkeypatch.setattr("drumline.optim.muon.raised", lambda x: x)  # would make rounding errors larger
         weights = [torch.nn.Parameter(matrix.clone()) for matrix in matrices]
         optimizer: Any = Muon(weights, torch.optim.AdamW([{"params": []}]), lr=0.1, momentum=0.95, weight_decay=0.1)
         for step in range(3):

@@ -14,9 +14,9 @@ import psutil
 import pytest
 import torch
 
-from drumline import gpus
-from drumline.gpus import Smi, check_cpu_products, check_cuda, check_gpu, cpu_products, read_smi, wrong_elements
-from drumline.machine import (
+from drumline.doctor import gpus
+from drumline.doctor.gpus import Smi, check_cpu_products, check_cuda, check_gpu, cpu_products, read_smi, wrong_elements
+from drumline.doctor.machine import (
     read_cores,
 )
 

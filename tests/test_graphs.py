@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from drumline.config import GPTConfig, OptimConfig
-from drumline.fused_gpt import FusedGPT
-from drumline.graphs import Recorded, with_graphs
-from drumline.model import GPT
-from drumline.optim import make_optimizer
-from drumline.parallel import Plain, Strategy
-from drumline.pretrain import token_objective
-from drumline.step import Precision, StepResult, train_step
+from drumline.config.settings import GPTConfig, OptimConfig
+from drumline.kernels.gpt import FusedGPT
+from drumline.kernels.cuda_graphs import Recorded, with_graphs
+from drumline.model.gpt import GPT
+from drumline.optim.optimizers import make_optimizer
+from drumline.parallel.strategies import Plain, Strategy
+from drumline.train.pretraining import token_objective
+from drumline.train.step import Precision, StepResult, train_step
 
 MODEL = GPTConfig(vocab_size=512, max_position_embeddings=64, n_layers=2, n_heads=4, d_model=64, d_ff=256)
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from drumline.checkpoints import open_checkpoint
+from drumline.checkpoint.checkpoints import open_checkpoint
 from drumline.errors import EXIT_FAILED, EXIT_USER, TrainingError
-from drumline.guard import GuardRules
-from drumline.loop import FitResult
-from drumline.records import read_metrics
-from drumline.run_folder import RunFolder
-from drumline.trainer import Trainer
+from drumline.train.guard import GuardRules
+from drumline.train.loop import FitResult
+from drumline.report.records import read_metrics
+from drumline.files.run_folder import RunFolder
+from drumline.train.trainer import Trainer
 
 SAMPLES, BATCH = 120, 12  # in micro-batches of 2: three ranks have two each; ten steps see each sample once
 HOST = socket.gethostname()

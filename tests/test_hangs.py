@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 
-from drumline.causes import Cause, End, blame, first_cause, hang_cause, told_by_another
-from drumline.heartbeat import ATTEMPT, Beat, Hang, Pulse, Stacks, Watch, promise_an_ending
-from drumline.meeting import Meeting
-from drumline.supervisor import Supervisor
+from drumline.elastic.diagnosis import Cause, End, blame, first_cause, hang_cause, told_by_another
+from drumline.parallel.heartbeat import ATTEMPT, Beat, Hang, Pulse, Stacks, Watch, promise_an_ending
+from drumline.elastic.rendezvous import Meeting
+from drumline.elastic.supervisor import Supervisor
 
 TIMEOUT_S = 240
 NOW_S = 10_000.0

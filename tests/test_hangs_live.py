@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from drumline import Trainer
-from drumline.launch import start_ranks
+from drumline.elastic.launch import start_ranks
 
 FAULTS = {faults!r}
 
@@ -115,7 +115,7 @@ def test_each_way_to_stand_still_or_leave_is_named_and_the_run_goes_on_to_its_en
 STUCK = """
 import os
 from pathlib import Path
-from drumline.model import GPT
+from drumline.model.gpt import GPT
 
 class Stuck(GPT):
     calls = 0

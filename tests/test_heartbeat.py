@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from drumline import heartbeat
-from drumline.heartbeat import (
+from drumline.parallel import heartbeat
+from drumline.parallel.heartbeat import (
     ATTEMPT,
     Beat,
     Pulse,
@@ -119,7 +119,7 @@ def test_time_in_which_the_whole_machine_stood_still_is_nobodys_hang() -> None:
 def test_under_torchrun_a_rank_dies_with_it_and_says_what_torchrun_leaves_open() -> None:
     assert under_torchrun({"RANK": "0"}) == []
     assert under_torchrun({"TORCHELASTIC_RUN_ID": "1", ATTEMPT: "/x"}) == []
-    code = "from drumline.heartbeat import under_torchrun; print(under_torchrun(), flush=True); input()"
+    code = "from drumline.parallel.heartbeat import under_torchrun; print(under_torchrun(), flush=True); input()"
     agent = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {code!r}]))"
     variables = {"TORCHELASTIC_RUN_ID": "1", "TORCHELASTIC_MAX_RESTARTS": "3", "SLURM_JOB_ID": "7"}
     variables |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}  # a launcher in this very process sets it

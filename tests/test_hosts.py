@@ -10,8 +10,8 @@ import pytest
 from conftest import small
 from hosts import PORT, Host, Started, two_hosts
 
-from drumline.records import read_metrics
-from drumline.run_folder import RunFolder
+from drumline.report.records import read_metrics
+from drumline.files.run_folder import RunFolder
 
 Train = Callable[..., int]
 Hosts = tuple[Host, Host]

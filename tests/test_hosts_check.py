@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from drumline.cards import Card
-from drumline.finding import Finding, worst
-from drumline.hosts_alike import compare_data
-from drumline.hosts_judge import judge
-from drumline.hosts_look import peers
-from drumline.hosts_report import BY_MANIFEST, BY_NAME, HostFacts, Sight
-from drumline.links import Links, PairRow, SizeRow, judge_links, merged, rounds
+from drumline.network.interfaces import Card
+from drumline.doctor.finding import Finding, worst
+from drumline.doctor.hosts.alike import compare_data
+from drumline.doctor.hosts.judge import judge
+from drumline.doctor.hosts.look import peers
+from drumline.doctor.hosts.report import BY_MANIFEST, BY_NAME, HostFacts, Sight
+from drumline.doctor.hosts.collectives import Links, PairRow, SizeRow, judge_links, merged, rounds
 
 VERSIONS = {"drumline": "0.1.0", "python": "3.11.2", "torch": "2.13.0+cpu", "cuda": "None", "nccl": "none"}
 MANY = pytest.mark.parametrize("count", [2, 3, 5])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline.errors import ConfigError
-from drumline.hosts_file import RemoteHost, parse_hosts, read_hosts
+from drumline.launch.hosts_file import RemoteHost, parse_hosts, read_hosts
 
 NAMES = st.from_regex(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,20}[A-Za-z0-9_])?", fullmatch=True).filter(str.isascii)
 HOSTS = st.lists(

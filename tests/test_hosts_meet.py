@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from drumline.cards import Card
+from drumline.network.interfaces import Card
 from drumline.errors import ConfigError
-from drumline.finding import Finding
-from drumline.hosts_check import check_hosts
-from drumline.hosts_meet import Gathering, Messenger, find_gathering, gathering_at
-from drumline.hosts_report import data_hashes, nccl_address, own_facts
-from drumline.leader import is_here
-from drumline.token_manifest import FileRecord, Manifest, SplitRecord, split_files
+from drumline.doctor.finding import Finding
+from drumline.doctor.hosts.check import check_hosts
+from drumline.doctor.hosts.meet import Gathering, Messenger, find_gathering, gathering_at
+from drumline.doctor.hosts.report import data_hashes, nccl_address, own_facts
+from drumline.elastic.leader import is_here
+from drumline.data.manifest import FileRecord, Manifest, SplitRecord, split_files
 
 TORCHRUN = dict(
     word.split("=")
@@ -129,7 +129,7 @@ def test_a_host_that_never_comes_is_named_by_its_number_or_by_slurms_name() -> N
 
 def test_hosts_that_are_too_many_or_too_late_are_told_the_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
-    monkeypatch.setattr("drumline.hosts_check.meet", lambda *_, **__: store)
+    monkeypatch.setattr("drumline.doctor.hosts.check.meet", lambda *_, **__: store)
     again = "on every host: drumline doctor --nnodes {} --rdzv_endpoint 192.0.2.1:29400"
     Messenger(store, "").post("roster", {"came": [0], "attendance": Finding("meeting", "failed", "").as_dict()})
     for what, fix in (

@@ -73,8 +73,8 @@ def through(operation: Callable[..., Any], *arguments: Any) -> None:
 @pytest.mark.parametrize("learns", [True, False], ids=["learned weights", "no weights"])
 @pytest.mark.parametrize("more", [True, False], ids=["more", "alone"])
 def test_norms_and_turns_compile(compiled: set[str], learns: bool, more: bool) -> None:
-    from drumline.fused_embedding import embedding, smeared
-    from drumline.fused_ops import add_rms_norm, qkv, times_columns
+    from drumline.kernels.embedding import embedding, smeared
+    from drumline.kernels.ops import add_rms_norm, qkv, times_columns
 
     through(add_rms_norm, bf16(64, 768), bf16(64, 768) if more else None)
     through(times_columns, torch.zeros(2304, 768, requires_grad=True), torch.ones(768, requires_grad=True))
@@ -98,7 +98,7 @@ def test_norms_and_turns_compile(compiled: set[str], learns: bool, more: bool) -
 
 @pytest.mark.parametrize("softcap", [0.0, 15.0])
 def test_cross_entropy_compiles(compiled: set[str], softcap: float) -> None:
-    from drumline.fused_cross_entropy import cross_entropy_in_place, cross_entropy_to_float8
+    from drumline.kernels.cross_entropy import cross_entropy_in_place, cross_entropy_to_float8
 
     logits, targets = bf16(4, 50304).detach(), torch.zeros(4, dtype=torch.int64)
     for gradient in (True, False):
@@ -108,7 +108,8 @@ def test_cross_entropy_compiles(compiled: set[str], softcap: float) -> None:
 
 
 def test_squared_relu_and_float8_compile(compiled: set[str]) -> None:
-    from drumline import fused_fp8, fused_products
+    from drumline.kernels import fp8 as fused_fp8
+    from drumline.kernels import products as fused_products
 
     through(fused_products.relu2_mlp, bf16(128, 768), bf16(3072, 768), bf16(768, 3072))
     one = torch.ones(())
@@ -122,9 +123,9 @@ def test_squared_relu_and_float8_compile(compiled: set[str]) -> None:
 
 
 def test_muons_passes_compile(compiled: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from drumline.muon import Muon
+    from drumline.optim.muon import Muon
 
-    monkeypatch.setattr("drumline.muon.suits_kernels", lambda matrix: True)
+    monkeypatch.setattr("drumline.optim.muon.suits_kernels", lambda matrix: True)
     matrix = torch.nn.Parameter(torch.zeros(96, 64))
     matrix.grad = torch.zeros(96, 64)
     Muon([matrix], torch.optim.AdamW([{"params": []}]), lr=0.1, momentum=0.9, weight_decay=0.0).step()
@@ -132,7 +133,7 @@ def test_muons_passes_compile(compiled: set[str], monkeypatch: pytest.MonkeyPatc
 
 
 def test_adamw_compiles(compiled: set[str]) -> None:
-    from drumline.fused_adamw import OnePassAdamW
+    from drumline.kernels.adamw import OnePassAdamW
 
     weight = torch.nn.Parameter(torch.zeros(96, 64))
     weight.grad = torch.zeros(96, 64)

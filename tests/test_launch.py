@@ -14,13 +14,13 @@ import pytest
 from conftest import small
 from launchers import rank_process, wait_until_gone, wait_until_it_catches
 
-from drumline import cluster
-from drumline.cards import free_port
-from drumline.cluster import Place, check_backend, find_place
+from drumline.parallel import world as cluster
+from drumline.network.interfaces import free_port
+from drumline.parallel.world import Place, check_backend, find_place
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
-from drumline.launch import meeting_port
-from drumline.records import read_metrics
-from drumline.run_folder import RunFolder
+from drumline.elastic.launch import meeting_port
+from drumline.report.records import read_metrics
+from drumline.files.run_folder import RunFolder
 
 TIMEOUT_S = 120
 FLAGS = small("--train_data_path", "text", "--global_batch_size", "16", "--save_every", "1")
@@ -174,7 +174,7 @@ def test_a_mistake_under_several_ranks_is_told_once(reference: tuple[Path, list[
 FUNCTION = """
 import sys
 from drumline.errors import ConfigError
-from drumline.launch import start_ranks
+from drumline.elastic.launch import start_ranks
 def work(kind):
     raise ConfigError("two drums", fix="take one") if kind == "mistake" else ValueError("boom")
 if __name__ == "__main__":

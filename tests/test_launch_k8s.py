@@ -10,10 +10,10 @@ from cyclopts import App, CycloptsError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline import cli
-from drumline.cli_jobs import add_jobs
+from drumline.cli import app as cli
+from drumline.cli.jobs import add_jobs
 from drumline.errors import DrumlineError
-from drumline.launch_k8s import K8sConfig, K8sJob, label_of, yaml_of
+from drumline.launch.kubernetes import K8sConfig, K8sJob, label_of, yaml_of
 
 TRAIN = ("train", "--train_data_path", "/data/tokens", "--run_dir", "/runs/big")
 TWO_BY_EIGHT = ("--nodes", "2", "--gpus_per_node", "8", "--image", "ghcr.io/me/drumline:1.0")

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from ranks import train_ranks
 from slurm import two_nodes, wait_until
 
-from drumline import cli
-from drumline.cli_jobs import add_jobs
+from drumline.cli import app as cli
+from drumline.cli.jobs import add_jobs
 from drumline.errors import ConfigError, DrumlineError
-from drumline.launch_slurm import SlurmConfig, SlurmJob, seconds_of
-from drumline.records import read_metrics
-from drumline.run_folder import RunFolder
+from drumline.launch.slurm import SlurmConfig, SlurmJob, seconds_of
+from drumline.report.records import read_metrics
+from drumline.files.run_folder import RunFolder
 
 TRAIN = ("train", "--train_data_path", "text", "--run_dir", "runs/big")
 TWO_BY_EIGHT = ("--nodes", "2", "--gpus_per_node", "8")
@@ -233,7 +233,7 @@ def test_what_sbatch_says_against_a_job_is_passed_on(tmp_path: Path, monkeypatch
 
 SLOW = '''
 import os, time
-from drumline.model import GPT
+from drumline.model.gpt import GPT
 
 class Slow(GPT):
     """Takes its time for as long as a file is there, so that a test can warn it amid its steps."""

@@ -19,7 +19,7 @@ from sshd import LIMIT_S, Cluster, two_hosts_with_sshd, wait
 from test_ssh_checks import script
 
 from drumline.errors import EXIT_FAILED, EXIT_STOPPED
-from drumline.run_folder import RunFolder
+from drumline.files.run_folder import RunFolder
 
 SECRET = "canary" * 7
 STEP = ("--batch_size", "2", "--global_batch_size", "8", "--bitwise")
@@ -96,7 +96,7 @@ def test_two_hosts_train_the_bits_of_one_process_and_run_what_the_dry_run_shows(
     assert sorted(" ".join(shlex.split(line)) for line in dry[::2]) == sorted(f"{recorder} {call}" for call in calls)
     assert sorted(dry[1::2]) == sorted(line.replace(SECRET, "***") for line in told)
     assert all(SECRET in line and "NOT_PASSED" not in line for line in told)
-    assert any("drumline.far_end" in line for line in lines) and not any(SECRET in line for line in lines)
+    assert any("drumline.launch.remote_agent" in line for line in lines) and not any(SECRET in line for line in lines)
     assert train(*STEP, "--run_dir", "alone") == 0
     together, alone = (RunFolder(tmp_path / name).read_status() for name in ("run", "alone"))
     assert together["state"] == "finished" and together["weights_sha256"] == alone["weights_sha256"]

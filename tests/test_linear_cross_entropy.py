@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from drumline.config import GPTConfig
-from drumline.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from drumline.model import GPT
+from drumline.config.settings import GPTConfig
+from drumline.model.loss import linear_cross_entropy, linear_cross_entropy_reference
+from drumline.model.gpt import GPT
 
 CAPS = pytest.mark.parametrize("softcap", [0.0, 5.0])
 

@@ -10,10 +10,10 @@ import pytest
 from conftest import small
 from test_guard import events, fit, sample_of, steps
 
-from drumline.cli import run_command
-from drumline.loop import Loop
-from drumline.parallel import Plain
-from drumline.run_folder import RunFolder
+from drumline.cli.app import run_command
+from drumline.train.loop import Loop
+from drumline.parallel.strategies import Plain
+from drumline.files.run_folder import RunFolder
 
 PLAIN: dict[str, Any] = {"bitwise": False, "batch_size": 12}
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.cards import Card, InfiniBandPort, find_infiniband, is_loopback
-from drumline.machine import (
+from drumline.network.interfaces import Card, InfiniBandPort, find_infiniband, is_loopback
+from drumline.doctor.machine import (
     Disk,
     check_cards,
     check_clock,
@@ -89,10 +89,10 @@ def test_no_compiler_is_a_warning_and_ends_only_a_run_that_compiles() -> None:
 
 
 def test_little_shared_memory_is_told_how_to_get_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drumline.machine.in_container", lambda: True)
+    monkeypatch.setattr("drumline.doctor.machine.in_container", lambda: True)
     found = check_shared_memory(64 << 20, 64 << 20, needed_bytes=GIB)
     assert found.state == "warning" and found.fix == "docker run --shm-size=8g ..." and "67.1MB" in found.what
-    monkeypatch.setattr("drumline.machine.in_container", lambda: False)
+    monkeypatch.setattr("drumline.doctor.machine.in_container", lambda: False)
     assert check_shared_memory(None, 0, needed_bytes=GIB).fix.endswith("mount -o remount,size=8G /dev/shm")
     assert check_shared_memory(8 * GIB, 1000, needed_bytes=GIB).fix == "du -sh /dev/shm/*"
     assert check_shared_memory(8 * GIB, 8 * GIB, needed_bytes=GIB).state == "ok"

@@ -16,8 +16,8 @@ from torch import Tensor
 from twins import gpt2_twin, qwen3_twin
 
 from drumline.errors import ConfigError
-from drumline.model import GPT, GPTConfig, KVCache
-from drumline.sample import SampleConfig, generate
+from drumline.model.gpt import GPT, GPTConfig, KVCache
+from drumline.generate.sample import SampleConfig, generate
 
 CLASSIC = GPTConfig(vocab_size=97, max_position_embeddings=32, n_layers=2, n_heads=4, d_model=32, d_ff=80)
 MODERN = replace(
@@ -312,7 +312,7 @@ def test_arguments_that_contradict_each_other_are_refused() -> None:
 
 BFLOAT16 = """
 import warnings, torch
-from drumline.model import GPT, GPTConfig
+from drumline.model.gpt import GPT, GPTConfig
 warnings.simplefilter("error")
 modern = dict(positions="rope", norm="rmsnorm", activation="swiglu", qk_norm=True, bias=False, n_kv_heads=2)
 recipe = dict(modern, tie_embeddings=False, norm_weights=False, softcap=15.0, value_tables=1)

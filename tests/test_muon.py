@@ -10,12 +10,12 @@ from conftest import small
 from ranks import train_ranks
 from torch import Tensor
 
-from drumline.checkpoints import load_optimizer, optimizer_state
-from drumline.config import GPTConfig, OptimConfig
-from drumline.model import GPT
-from drumline.muon import FIRST_MOMENTUM, MOMENTUM_STEPS, Muon, momentum_at, orthogonal, row_factors
-from drumline.optim import make_optimizer
-from drumline.run_folder import RunFolder
+from drumline.checkpoint.checkpoints import load_optimizer, optimizer_state
+from drumline.config.settings import GPTConfig, OptimConfig
+from drumline.model.gpt import GPT
+from drumline.optim.muon import FIRST_MOMENTUM, MOMENTUM_STEPS, Muon, momentum_at, orthogonal, row_factors
+from drumline.optim.optimizers import make_optimizer
+from drumline.files.run_folder import RunFolder
 
 MODEL = GPTConfig(vocab_size=64, max_position_embeddings=8, n_layers=2, n_heads=2, d_model=16, d_ff=32)
 OPTIM = OptimConfig(lr=0.02, optimizer="muon", embedding_lr=0.3, head_lr=0.004, weight_decay=0.1)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.config import GPTConfig, OptimConfig
-from drumline.model import GPT
-from drumline.muon import Muon
-from drumline.optim import learning_rate, make_optimizer, parameters_by_kind
-from drumline.parallel import Plain
-from drumline.step import Precision, train_step
+from drumline.config.settings import GPTConfig, OptimConfig
+from drumline.model.gpt import GPT
+from drumline.optim.muon import Muon
+from drumline.optim.optimizers import learning_rate, make_optimizer, parameters_by_kind
+from drumline.parallel.strategies import Plain
+from drumline.train.step import Precision, train_step
 
 
 def curve(schedule: str, **settings: object) -> list[float]:

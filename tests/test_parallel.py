@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from drumline.batches import BatchPlan
-from drumline.cluster import Place, World, join, leave
-from drumline.parallel import Bitwise, Plain, _blocks, _finish, _span, _Tree, make_strategy
+from drumline.data.batches import BatchPlan
+from drumline.parallel.world import Place, World, join, leave
+from drumline.parallel.strategies import Bitwise, Plain, _blocks, _finish, _span, _Tree, make_strategy
 
 
 @given(leaves=st.integers(1, 40), world_size=st.integers(1, 12), seed=st.integers(0, 1000))

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from drumline import prepare as prepare_module
+from drumline.data import preparing as prepare_module
 from drumline.errors import DataError
-from drumline.prepare import Prepared, Progress, cached, prepare
-from drumline.text import documents
-from drumline.tokenizer import END_OF_TEXT, Tokenizer
-from drumline.tokens import open_tokens
+from drumline.data.preparing import Prepared, Progress, cached, prepare
+from drumline.data.sources import documents
+from drumline.data.tokenizer import END_OF_TEXT, Tokenizer
+from drumline.data.tokens import open_tokens
 
 
 @pytest.fixture
@@ -210,7 +210,8 @@ def test_ctrl_c_leaves_nothing_behind(source: str, tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from drumline import prepare, token_manifest
+from drumline.data import prepare
+from drumline.data import manifest as token_manifest
 prepare.BATCH_BYTES = 1000
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 moment, source, out = sys.argv[1:]

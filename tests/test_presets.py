@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.cli import run_command
-from drumline.config import ModelSettings, OptimConfig, Recipe, TrainConfig
-from drumline.config_file import differences, from_settings, read_settings, sections, to_toml
-from drumline.presets import HEAD_LR_WIDTH, PRESETS, RECIPES, gpt_config, with_preset
+from drumline.cli.app import run_command
+from drumline.config.settings import ModelSettings, OptimConfig, Recipe, TrainConfig
+from drumline.config.toml_file import differences, from_settings, read_settings, sections, to_toml
+from drumline.config.presets import HEAD_LR_WIDTH, PRESETS, RECIPES, gpt_config, with_preset
 
 OPTIONS: dict[str, Any] = {
     "tie_embeddings": True,
@@ -130,7 +130,7 @@ def test_dry_run_counts_the_weights_and_state_of_every_option(capsys: pytest.Cap
 
 
 def test_dry_run_counts_one_moment_for_muons_matrices_and_two_for_adamws_and_never_all_logits() -> None:
-    from drumline.dry_run import Memory, estimate
+    from drumline.bench.dry_run import Memory, estimate
 
     def estimated(tokens: int = 1024, **settings: Any) -> Memory:
         config = with_preset(TrainConfig(model=ModelSettings(preset="modern"), optim=OptimConfig(**settings)))

@@ -16,11 +16,11 @@ import pytest
 from conftest import small
 from torch import Tensor, nn
 
-from drumline.cli import run_command
-from drumline.config import GPTConfig
+from drumline.cli.app import run_command
+from drumline.config.settings import GPTConfig
 from drumline.errors import EXIT_FAILED, EXIT_STOPPED
-from drumline.records import Record, read_metrics
-from drumline.run_folder import RunFolder
+from drumline.report.records import Record, read_metrics
+from drumline.files.run_folder import RunFolder
 
 Train = Callable[..., int]
 

@@ -13,8 +13,8 @@ from typing import Any, cast
 
 import pytest
 
-from drumline import probe
-from drumline.probe import ProbeServer, largest_packet, ping, transfer, why_not, within
+from drumline.network import probe
+from drumline.network.probe import ProbeServer, largest_packet, ping, transfer, why_not, within
 
 HERE = "127.0.0.1"
 

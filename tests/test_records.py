@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from drumline.disk import LineFile, PostponedError
+from drumline.files.disk import LineFile, PostponedError
 from drumline.errors import MissingExtraError
-from drumline.plots import plot_loss
-from drumline.records import JsonlSink, Record, Records, duration, forget_after, format_record, read_metrics
-from drumline.run_folder import RunFolder
-from drumline.trackers import TensorBoardSink, WandbSink, wandb_mode
+from drumline.report.plots import plot_loss
+from drumline.report.records import JsonlSink, Record, Records, duration, forget_after, format_record, read_metrics
+from drumline.files.run_folder import RunFolder
+from drumline.report.trackers import TensorBoardSink, WandbSink, wandb_mode
 
 Train = Callable[..., int]
 
@@ -163,7 +163,7 @@ def test_a_line_cut_in_half_by_a_limit_on_file_size_is_taken_back(tmp_path: Path
     code = """
 import resource, sys
 from pathlib import Path
-from drumline.records import JsonlSink, Records
+from drumline.report.records import JsonlSink, Records
 records = Records([JsonlSink(Path("metrics.jsonl"))], log=Path("train.log"))
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 for step in range(1, 41):
@@ -187,7 +187,7 @@ def test_a_console_that_takes_no_more_ends_no_run_and_is_told_elsewhere(tmp_path
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from drumline.records import JsonlSink, Records\n"
+        "from drumline.report.records import JsonlSink, Records\n"
         "if 'closed' in sys.argv[1]: sys.stdout.close()\n"
         "records = Records([JsonlSink(Path('metrics.jsonl'))], log=Path('train.log'))\n"
         "for step in range(1, 2001): records.write({'step': step, 'loss': 1.0})\n"
@@ -219,7 +219,7 @@ def test_a_terminal_that_closes_ends_no_run(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from drumline.records import JsonlSink, Records\n"
+        "from drumline.report.records import JsonlSink, Records\n"
         "records = Records([JsonlSink(Path('metrics.jsonl'))], log=Path('train.log'))\n"
         "records.start_progress(9)\n"
         "records.write({'step': 1, 'loss': 1.5})\n"
@@ -302,7 +302,7 @@ def test_loss_png_is_drawn_from_metrics(tmp_path: Path) -> None:
 
 def test_a_terminal_shows_a_progress_bar_and_a_pipe_plain_lines(tmp_path: Path) -> None:
     code = (
-        "from drumline.records import Records\n"
+        "from drumline.report.records import Records\n"
         "records = Records([], log=None)\n"
         "records.start_progress(3)\n"
         "records.write({'step': 2, 'loss': 1.5})\n"

@@ -17,13 +17,13 @@ from ranks import Outcome, _command, run_ranks
 from test_guard import events, make
 from torch import Tensor, nn
 
-from drumline.checkpoints import checkpoint_paths
-from drumline.config import GPTConfig
+from drumline.checkpoint.checkpoints import checkpoint_paths
+from drumline.config.settings import GPTConfig
 from drumline.errors import EXIT_CRASHED
-from drumline.guard import ReplicaDriftError, replica_digest
-from drumline.model import GPT
-from drumline.retention import step_of
-from drumline.run_folder import RunFolder
+from drumline.train.guard import ReplicaDriftError, replica_digest
+from drumline.model.gpt import GPT
+from drumline.checkpoint.retention import step_of
+from drumline.files.run_folder import RunFolder
 
 HOST = socket.gethostname()
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from saved import ALONE, save, trained
 
-from drumline.checkpoints import checkpoint_paths, open_checkpoint
+from drumline.checkpoint.checkpoints import checkpoint_paths, open_checkpoint
 from drumline.errors import CheckpointError
-from drumline.export import write_single_file
-from drumline.records import read_metrics
-from drumline.resume import check_resume, find, resume
-from drumline.retention import step_of
-from drumline.run_folder import RunFolder
-from drumline.snapshots import Snapshots
+from drumline.checkpoint.export import write_single_file
+from drumline.report.records import read_metrics
+from drumline.checkpoint.resuming import check_resume, find, resume
+from drumline.checkpoint.retention import step_of
+from drumline.files.run_folder import RunFolder
+from drumline.checkpoint.snapshots import Snapshots
 
 Train = Callable[..., int]
 

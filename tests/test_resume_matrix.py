@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from drumline.checkpoints import checkpoint_paths, open_checkpoint
-from drumline.records import read_metrics
-from drumline.retention import step_of
-from drumline.run_folder import RunFolder
-from drumline.trainer import Trainer
+from drumline.checkpoint.checkpoints import checkpoint_paths, open_checkpoint
+from drumline.report.records import read_metrics
+from drumline.checkpoint.retention import step_of
+from drumline.files.run_folder import RunFolder
+from drumline.train.trainer import Trainer
 
 SIZES, STEPS, STOP = (1, 2, 3, 4), 6, 3
 

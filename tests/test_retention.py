@@ -8,9 +8,9 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline.checkpoints import Checkpoint, RunState, checkpoint_paths
-from drumline.retention import Retention, prune, reasons, step_of
-from drumline.run_folder import RunFolder
+from drumline.checkpoint.checkpoints import Checkpoint, RunState, checkpoint_paths
+from drumline.checkpoint.retention import Retention, prune, reasons, step_of
+from drumline.files.run_folder import RunFolder
 
 LOSSES = st.one_of(st.none(), st.floats(allow_nan=True), st.just("no number"), st.just(10**400))
 

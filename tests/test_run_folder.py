@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from drumline import disk
-from drumline.disk import replace_text
+from drumline.files import disk
+from drumline.files.disk import replace_text
 from drumline.errors import ConfigError
-from drumline.run_folder import RunFolder
+from drumline.files.run_folder import RunFolder
 
 _HOLD = """
 import os, sys, time
 from pathlib import Path
-from drumline.run_folder import RunFolder
+from drumline.files.run_folder import RunFolder
 with RunFolder(Path(sys.argv[1])).hold():
     child = os.fork() if sys.argv[2] == "fork" else -1
     if child:

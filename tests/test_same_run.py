@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from drumline.batches import BatchPlan, TokenBatches
-from drumline.records import read_metrics
-from drumline.run_folder import RunFolder
-from drumline.tokens import open_tokens
-from drumline.trainer import Trainer
+from drumline.data.batches import BatchPlan, TokenBatches
+from drumline.report.records import read_metrics
+from drumline.files.run_folder import RunFolder
+from drumline.data.tokens import open_tokens
+from drumline.train.trainer import Trainer
 
 STEPS = 50
 # Seven micro-batches: no number of ranks from 2 to 4 divides them evenly.

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drumline.errors import ConfigError, DataError
-from drumline.model import GPT, GPTConfig
-from drumline.sample import SampleConfig, choose, generate
+from drumline.model.gpt import GPT, GPTConfig
+from drumline.generate.sample import SampleConfig, choose, generate
 
 CLASSIC = GPTConfig(
     vocab_size=61, max_position_embeddings=16, n_layers=2, n_heads=4, d_model=32, d_ff=64, tie_embeddings=False

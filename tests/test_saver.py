@@ -23,13 +23,13 @@ from saved import save, saver_of, state, trained
 from torch import nn
 from torch._C._distributed_c10d import FileStore
 
-from drumline import saver as saver_module
-from drumline.checkpoints import load, newest_valid, open_checkpoint, weights
-from drumline.cluster import Place, World
+from drumline.checkpoint import saver as saver_module
+from drumline.checkpoint.checkpoints import load, newest_valid, open_checkpoint, weights
+from drumline.parallel.world import Place, World
 from drumline.errors import CheckpointError
-from drumline.records import count
-from drumline.run_folder import RunFolder
-from drumline.snapshots import Snapshots
+from drumline.report.records import count
+from drumline.files.run_folder import RunFolder
+from drumline.checkpoint.snapshots import Snapshots
 
 
 def world_of(rank: int, size: int, meeting: Path) -> World:
@@ -324,7 +324,7 @@ def test_a_rank_that_is_ahead_keeps_what_it_wrote_of_the_next_checkpoint(tmp_pat
 
 STAGED = """
 import threading, psutil, torch
-from drumline.staging import Staging
+from drumline.checkpoint.staging import Staging
 torch.set_num_threads(4)
 counts = []
 def prepare():

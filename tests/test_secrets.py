@@ -22,12 +22,12 @@ _TRACKERS = [
 ]
 _LEAKY = """
 import os, sys
-from drumline.records import Records
+from drumline.report.records import Records
 real = Records.say
 def say(self, message):
     real(self, message + os.environ["HF_TOKEN"])
 Records.say = say
-from drumline.cli import main
+from drumline.cli.app import main
 sys.argv[0] = "drumline"
 sys.exit(main())
 """

@@ -14,17 +14,17 @@ import pytest
 from conftest import small
 from ranks import train_ranks
 
-from drumline.checkpoints import checkpoint_paths, open_checkpoint
+from drumline.checkpoint.checkpoints import checkpoint_paths, open_checkpoint
 from drumline.errors import EXIT_INTERRUPTED, EXIT_STOPPED
-from drumline.run_folder import RunFolder
+from drumline.files.run_folder import RunFolder
 
 TIMEOUT_S = 120
 STEPS = 10
 
 PHASES = '''
 import os, signal, time
-import drumline.pretrain, drumline.saver
-from drumline.model import GPT
+import drumline.train.pretraining, drumline.checkpoint.saver
+from drumline.model.gpt import GPT
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 HOLD = os.environ.get("HOLD")
@@ -59,8 +59,8 @@ def held_in(phase, work):
         return work(*args, **kwargs)
     return wait_and_work
 
-drumline.saver.write_tensors = held_in("saving", drumline.saver.write_tensors)
-drumline.pretrain.plot_loss = held_in("exiting", drumline.pretrain.plot_loss)
+drumline.checkpoint.saver.write_tensors = held_in("saving", drumline.checkpoint.saver.write_tensors)
+drumline.train.pretraining.plot_loss = held_in("exiting", drumline.train.pretraining.plot_loss)
 if HOLD == "compiling":
     from torch._inductor import compile_fx
     compile_fx.compile_fx = held_in("compiling", compile_fx.compile_fx)

@@ -14,10 +14,10 @@ from conftest import small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline.cluster import Place, find_place, slurm_hosts
+from drumline.parallel.world import Place, find_place, slurm_hosts
 from drumline.errors import ConfigError
-from drumline.records import read_metrics
-from drumline.run_folder import RunFolder
+from drumline.report.records import read_metrics
+from drumline.files.run_folder import RunFolder
 
 SRUN = {
     "SLURM_JOB_ID": "4711",

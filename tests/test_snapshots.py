@@ -13,12 +13,12 @@ from conftest import small
 from gated import gated
 from saved import saver_of, state, trained
 
-from drumline import snapshots as snapshots_module
-from drumline.checkpoints import checkpoint_paths, tensors_of
-from drumline.records import read_metrics
-from drumline.retention import step_of
-from drumline.run_folder import RunFolder
-from drumline.snapshots import Snapshots
+from drumline.checkpoint import snapshots as snapshots_module
+from drumline.checkpoint.checkpoints import checkpoint_paths, tensors_of
+from drumline.report.records import read_metrics
+from drumline.checkpoint.retention import step_of
+from drumline.files.run_folder import RunFolder
+from drumline.checkpoint.snapshots import Snapshots
 
 STEPS, FIRST_SAVE = 60, 30
 FLAGS = small(

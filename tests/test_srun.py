@@ -10,8 +10,8 @@ import pytest
 from conftest import small
 from slurm import two_nodes
 
-from drumline.records import read_metrics
-from drumline.run_folder import RunFolder
+from drumline.report.records import read_metrics
+from drumline.files.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")

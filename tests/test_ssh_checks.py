@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from drumline import ssh_sessions
+from drumline.launch import ssh_sessions
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
-from drumline.hosts_file import RemoteHost, parse_hosts
-from drumline.launch_ssh import launch, outcome
-from drumline.ssh_checks import compare_versions, look, meeting_addresses
-from drumline.ssh_plan import Plan
-from drumline.ssh_sessions import Session, follow
+from drumline.launch.hosts_file import RemoteHost, parse_hosts
+from drumline.launch.ssh import launch, outcome
+from drumline.launch.ssh_checks import compare_versions, look, meeting_addresses
+from drumline.launch.ssh_plan import Plan
+from drumline.launch.ssh_sessions import Session, follow
 
 # ssh's part played by this machine: the last word is the command, and the word before it the host.
 LOCALLY = '#!/bin/sh\nfor last; do host=$target target=$last; done\nexport FAKE_HOST=$host\nexec sh -c "$last"\n'

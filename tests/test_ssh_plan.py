@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 from test_ssh_checks import plan
 
-from drumline import cli, far_end
-from drumline.cli_launch import launch as app
+from drumline.cli import app as cli
+
+from drumline.launch import remote_agent as far_end
+from drumline.cli.launch import launch as app
 from drumline.errors import ConfigError
-from drumline.ssh_plan import Plan, describe, make_plan, passed_on
+from drumline.launch.ssh_plan import Plan, describe, make_plan, passed_on
 
 SECRET = "canary" * 7
 
@@ -103,7 +105,7 @@ def test_the_line_to_type_again_starts_the_same(
         assert cli.run_command(["launch", *given, "--dry_run", "--", "train", "--run_dir", "a run"]) == 0
         shown = capsys.readouterr().out
         started: list[Plan] = []
-        monkeypatch.setattr("drumline.launch_ssh.launch", lambda plan, *, checks, seen=started: seen.append(plan))
+        monkeypatch.setattr("drumline.launch.ssh.launch", lambda plan, *, checks, seen=started: seen.append(plan))
         assert cli.run_command(["launch", *given, "--", "train", "--run_dir", "a run"]) == 0
         again = shlex.split(started[0].again())
         assert again[:2] == ["drumline", "launch"]

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from drumline.parallel import Plain
-from drumline.step import Precision, StepResult, to_device, train_step
+from drumline.parallel.strategies import Plain
+from drumline.train.step import Precision, StepResult, to_device, train_step
 
 CPU = torch.device("cpu")
 MAKERS = pytest.mark.parametrize("fused", [True, False], ids=["decided by the optimizer", "decided by the host"])

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drumline.disk import file_sha256
+from drumline.files.disk import file_sha256
 from drumline.errors import CheckpointError
-from drumline.storage import _DTYPES, read_tensors, stored_shapes, write_tensors
+from drumline.checkpoint.storage import _DTYPES, read_tensors, stored_shapes, write_tensors
 
 
 def silent(point: str) -> None:

@@ -16,13 +16,13 @@ from ranks import run_ranks
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from drumline.batches import BatchPlan
-from drumline.cluster import Place, World, join
-from drumline.heartbeat import Pulse
-from drumline.parallel import make_strategy
-from drumline.step import Precision, train_step
-from drumline.stragglers import WINDOW, Pace, Stopwatch, find_stragglers
-from drumline.trainer import Trainer
+from drumline.data.batches import BatchPlan
+from drumline.parallel.world import Place, World, join
+from drumline.parallel.heartbeat import Pulse
+from drumline.parallel.strategies import make_strategy
+from drumline.train.step import Precision, train_step
+from drumline.parallel.stragglers import WINDOW, Pace, Stopwatch, find_stragglers
+from drumline.train.trainer import Trainer
 
 NOISE = st.floats(0.95, 1.05)
 

@@ -22,8 +22,8 @@ WORK = """
 import os, signal, sys, time
 import torch
 import torch.distributed as dist
-from drumline.heartbeat import Pulse
-from drumline.launch import start_ranks
+from drumline.parallel.heartbeat import Pulse
+from drumline.elastic.launch import start_ranks
 
 def act(kind, rank, step):
     once = f"{kind}-happened"

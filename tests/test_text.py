@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from drumline.errors import ConfigError, DataError
-from drumline.text import Document, Skipped, documents, has_split, source_bytes, source_key
+from drumline.data.sources import Document, Skipped, documents, has_split, source_bytes, source_key
 
 
 def tree(folder: Path, *paths: str) -> str:
@@ -106,7 +106,7 @@ def test_the_builtin_corpus_never_fails_on_a_file(tmp_path, monkeypatch):
 
 def test_a_function_gives_documents_and_strings(here):
     (here / "made.py").write_text(
-        "from drumline.text import Document\n"
+        "from drumline.data.sources import Document\n"
         "def few():\n    yield 'one'\n    yield ''\n    yield Document('mine', 'three')\n"
         "def wrong():\n    yield 7\n    yield 'half \\ud800'\n    yield 'good'\n"
         "def whole():\n    return 'text'\n"

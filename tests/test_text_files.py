@@ -16,9 +16,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline import text_files
+from drumline.data import text_files
 from drumline.errors import DataError
-from drumline.text import Document, Skipped, documents
+from drumline.data.sources import Document, Skipped, documents
 
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.ZstdCompressor().compress}
 

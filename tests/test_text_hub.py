@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from drumline.errors import DataError, MissingExtraError
-from drumline.text import Document, documents, has_split, source_bytes, source_key
-from drumline.text_hub import articles
+from drumline.data.sources import Document, documents, has_split, source_bytes, source_key
+from drumline.data.hub import articles
 
 WIKITEXT_ROWS = ["", " = One = \n", "", " First . \n", " = = Part = = \n", " more \n", " = Two = \n", " = x \n"]
 ARTICLES = [" = One = \n First . \n = = Part = = \n more \n", " = Two = \n = x \n"]

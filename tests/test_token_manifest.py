@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from drumline.errors import DataError
-from drumline.token_manifest import TOKENIZER, FileRecord, Manifest, read_manifest
-from drumline.tokenizer import Tokenizer
-from drumline.tokens import TokenWriter, open_tokens
+from drumline.data.manifest import TOKENIZER, FileRecord, Manifest, read_manifest
+from drumline.data.tokenizer import Tokenizer
+from drumline.data.tokens import TokenWriter, open_tokens
 
 FILES = ("train.bin", "train.documents.bin", "train.names.txt", TOKENIZER)
 

@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from drumline import tokenizer as tokenizer_module
+from drumline.data import tokenizer as tokenizer_module
 from drumline.errors import ConfigError, DataError
-from drumline.tokenizer import END_OF_TEXT, StreamDecoder, Tokenizer
+from drumline.data.tokenizer import END_OF_TEXT, StreamDecoder, Tokenizer
 
 TEXTS = [
     "The drummer keeps the beat, and the line keeps the drummer. ",

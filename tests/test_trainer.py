@@ -19,10 +19,10 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from drumline.errors import CheckpointError, ConfigError, TrainingError
-from drumline.loop import due
-from drumline.records import read_metrics
-from drumline.run_folder import RunFolder
-from drumline.trainer import Trainer
+from drumline.train.loop import due
+from drumline.report.records import read_metrics
+from drumline.files.run_folder import RunFolder
+from drumline.train.trainer import Trainer
 
 
 def make(run_dir: Path, *, samples: int = 50, dropout: float = 0.5, **settings: Any) -> Trainer:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from drumline.cards import Card, is_free
-from drumline.finding import Finding
-from drumline.variables import Facts, check_variables
+from drumline.network.interfaces import Card, is_free
+from drumline.doctor.finding import Finding
+from drumline.doctor.environment import Facts, check_variables
 
 CARDS = (
     Card("eth1", ("10.0.0.5",), 1500, True),

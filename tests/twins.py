@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from drumline.model import GPT
+from drumline.model.gpt import GPT
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -9,13 +9,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from drumline.config import GPTConfig as GPTConfig
-    from drumline.config import TrainConfig as TrainConfig
+    from drumline.config.settings import GPTConfig as GPTConfig
+    from drumline.config.settings import TrainConfig as TrainConfig
     from drumline.errors import DrumlineError as DrumlineError
-    from drumline.model import GPT as GPT
-    from drumline.pretrain import pretrain as pretrain
-    from drumline.tokenizer import Tokenizer as Tokenizer
-    from drumline.trainer import Trainer as Trainer
+    from drumline.model.gpt import GPT as GPT
+    from drumline.train.pretraining import pretrain as pretrain
+    from drumline.data.tokenizer import Tokenizer as Tokenizer
+    from drumline.train.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
@@ -35,5 +35,5 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'drumline' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"drumline.{_HOMES[name]}"), name)
-    globals()[name] = value  # importing drumline.pretrain binds the module to that name: put the function there
+    globals()[name] = value  # importing drumline.train.pretraining binds the module to that name: put the function there
     return value

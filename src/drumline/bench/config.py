@@ -1,0 +1,100 @@
+"""The settings of `drumline bench`, and the training run that they stand for. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from drumline.config.settings import Backend, BatchConfig, Device, Dtype, ModelSettings, RanksConfig, RunConfig, TrainConfig
+from drumline.errors import ConfigError
+from drumline.config.presets import PRESETS, preset, with_preset
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchConfig:
+    """What to measure. Every setting that `drumline train` has too means the same here."""
+
+    preset: str | None = None
+    """The model. Default: modern on a GPU, modern-tiny elsewhere."""
+    batch_size: int | None = None
+    """Sequences per micro-batch. Default: the preset's."""
+    global_batch_size: int | None = None
+    """Sequences per step over all ranks. Default: one micro-batch for each rank; 16 with find_batch_size."""
+    find_batch_size: bool = False
+    """First find the largest micro-batch that fits and that global_batch_size is a multiple of."""
+    steps: int | None = None
+    """Steps to time. Default: as many as take about 10 seconds, at most 200."""
+    context: int | None = None
+    """Tokens per sequence. Default: the preset's."""
+    device: Device = "auto"
+    """auto: CUDA, then MPS, then the CPU."""
+    dtype: Dtype = "auto"
+    """Of the matrix products. auto: bfloat16 on GPUs that have it, else float32."""
+    compile: bool = False
+    """Compile the model with torch.compile: takes its time before anything is measured."""
+    nproc: int | None = None
+    """Ranks to start on this machine. Default: one per GPU; torchrun and srun bring their own."""
+    backend: Backend = "auto"
+    """How ranks talk: nccl between GPUs, gloo between CPUs."""
+    table_presets: str | None = None
+    """Presets of the table, as gpt2,modern; or all, or none. Default: those of the same shape as the preset."""
+    table_batch_sizes: str | None = None
+    """Micro-batches of the table, as 8,16,32. Default: half of batch_size, itself, and twice as many."""
+    json: Path | None = None
+    """Write the figures here."""
+    plot: Path | None = None
+    """Draw them here, as PNG."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("steps", self.steps), ("context", self.context)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}", fix=f"give --{name} a value of 1 or more")
+        if self.find_batch_size and self.batch_size is not None:
+            raise ConfigError(
+                f"batch_size {self.batch_size} is given, and find_batch_size is to find one",
+                fix="leave out --batch_size or --find_batch_size",
+            )
+        if self.preset is not None:
+            preset(self.preset)
+        self.presets_of_table(self.preset or "modern-tiny")
+        self.batch_sizes_of_table(1)
+        for flag, path in (("json", self.json), ("plot", self.plot)):
+            if path is not None and not path.absolute().parent.is_dir():
+                folder = path.absolute().parent
+                raise ConfigError(f"--{flag} {path}: there is no folder {folder}", fix=f"mkdir -p {folder}")
+            if path is not None and path.is_dir():
+                raise ConfigError(f"--{flag} {path} is a folder", fix=f"name a file, as --{flag} {path}/bench.{flag}")
+
+    def presets_of_table(self, chosen: str) -> list[str]:
+        """chosen: the preset that is measured in full"""
+        if self.table_presets is None:
+            return [name for name, other in PRESETS.items() if other.shape == preset(chosen).shape]
+        if self.table_presets in ("all", "none"):
+            return list(PRESETS) if self.table_presets == "all" else []
+        names = [name.strip() for name in self.table_presets.split(",")]
+        for name in names:
+            preset(name)
+        return names
+
+    def batch_sizes_of_table(self, batch_size: int) -> list[int]:
+        """batch_size: that of what is measured in full"""
+        if self.table_batch_sizes is None:
+            return sorted({max(1, batch_size // 2), batch_size, 2 * batch_size})
+        words = [word.strip() for word in self.table_batch_sizes.split(",")]
+        if not all(word.isdigit() and int(word) >= 1 for word in words):
+            raise ConfigError(
+                f"table_batch_sizes is {self.table_batch_sizes!r}, not whole numbers of 1 or more",
+                fix="separate them by commas: --table_batch_sizes 8,16,32",
+            )
+        return sorted({int(word) for word in words})
+
+    def as_training(self, name: str) -> TrainConfig:
+        """The run of preset `name` that these settings stand for, filled in."""
+        return with_preset(
+            TrainConfig(
+                model=ModelSettings(preset=name, context=self.context),
+                batch=BatchConfig(batch_size=self.batch_size, global_batch_size=self.global_batch_size),
+                run=RunConfig(device=self.device, dtype=self.dtype, compile=self.compile),
+                ranks=RanksConfig(nproc=self.nproc, backend=self.backend),
+            )
+        )

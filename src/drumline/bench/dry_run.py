@@ -1,0 +1,88 @@
+"""What a run would be, without starting it: the resolved config, size, memory, tokens and steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from drumline.data.batches import plan_batches
+from drumline.config.settings import TrainConfig
+from drumline.config.toml_file import to_toml
+from drumline.kernels.gpt import FUSED, fits, has_kernels
+from drumline.parallel.hardware import pick_device, pick_dtype
+from drumline.optim.optimizers import parameters_by_kind
+from drumline.config.presets import gpt_config, preset, with_preset
+from drumline.report.records import count
+from drumline.report.runs import build_model, choose_folder
+from drumline.data.tokens import is_tokens, open_tokens
+
+_KEPT = {(False, False): 19, (False, True): 17, (True, False): 33, (True, True): 21}
+"""Values kept for backward for each token, layer and unit of width, as measured; by (a modern block, compiled)."""
+_KEPT_BY_KERNELS = 14
+_ROWS_AT_ONCE = 8192
+"""Of logits, at most."""
+
+
+def describe(config: TrainConfig) -> str:
+    """The answer of `drumline train --dry_run`."""
+    config = with_preset(config)
+    device = pick_device(config.run.device)
+    dtype = pick_dtype(config.run.dtype, device)
+    plan = plan_batches(config.batch, default_batch_size=preset(config.model.preset).batch_size, world_size=1)
+    model = config.model
+    tokens = open_tokens(config.data.train_data_path) if is_tokens(config.data.train_data_path) else None
+    vocab_size = (tokens.vocab_size if tokens else None) or config.data.vocab_size
+    assert vocab_size and model.context
+    steps, length = config.batch.total_steps, f"{config.batch.total_steps or 0:,}"
+    if steps is None:
+        length = f"{config.batch.epochs:g} epochs, counted once the text is prepared"
+        if tokens is not None:
+            steps = math.ceil((config.batch.epochs or 0) * ((len(tokens) - 1) // model.context) / plan.sequences)
+            length = f"{steps:,} ({config.batch.epochs:g} epochs of {count(len(tokens))} tokens)"
+    tokens_at_once = plan.micro_batch * model.context
+    memory = estimate(config, tokens=tokens_at_once, vocab_size=vocab_size, device=device, dtype=dtype)
+    state, activations = memory.state_bytes, memory.activation_bytes
+    total = f"{model.context} = {plan.sequences * model.context:,} tokens"
+    return "\n".join(
+        [
+            to_toml(config),
+            f"run folder       {choose_folder(config).path} (nothing was written)",
+            f"parameters       {memory.parameters:,}",
+            f"memory           about {(state + activations) / 1e9:.2f} GB on {device.type} "
+            f"({state / 1e9:.2f} weights and optimizer, {activations / 1e9:.2f} activations)",
+            f"tokens per step  {plan.micro_batch} sequences x {plan.micro_batches} micro-batches x {total}",
+            f"steps            {length}",
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An estimate of what a step takes."""
+
+    parameters: int
+    state_bytes: int
+    """Weights, gradients and the optimizer's state, in float32."""
+    activation_bytes: int
+    """What a micro-batch keeps for backward, and the logits that exist at once."""
+
+
+def estimate(config: TrainConfig, *, tokens: int, vocab_size: int, device: torch.device, dtype: torch.dtype) -> Memory:
+    """For a filled-in config and micro-batches of so many tokens."""
+    model = config.model
+    assert model.n_layers and model.d_model
+    with torch.device("meta"):
+        shapes = build_model(config, vocab_size=vocab_size)
+    parameters = sum(p.numel() for p in shapes.parameters())
+    # AdamW keeps two moments of each weight, Muon one of those that are its own.
+    by_muon = sum(p.numel() for p in parameters_by_kind(shapes)["matrices"]) if config.optim.optimizer == "muon" else 0
+    kernels = dtype == torch.bfloat16 and has_kernels(device) and fits(gpt_config(model, vocab_size=vocab_size))
+    kept = _KEPT[(model.norm != "layernorm", config.run.compile)]
+    if kernels and not config.ranks.bitwise and config.model.model in ("gpt", FUSED):
+        kept = _KEPT_BY_KERNELS
+    rows = tokens if dtype == torch.float16 else min(tokens, _ROWS_AT_ONCE)  # float16's logits are whole
+    logit_bytes = dtype.itemsize if kernels else dtype.itemsize + 8
+    activations = tokens * model.n_layers * model.d_model * kept * dtype.itemsize
+    return Memory(parameters, 16 * parameters - 4 * by_muon, activations + rows * vocab_size * logit_bytes)

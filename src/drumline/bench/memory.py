@@ -1,0 +1,272 @@
+"""How much memory a step takes, how much there is, and the largest micro-batch that fits.
+
+On a GPU a batch that is too large is simply tried: running out of memory is an error like any other. On a CPU it would
+end this process, or another one; so there a batch is tried only once smaller ones foretell that it fits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+import torch
+
+from drumline.data.batches import BatchPlan
+from drumline.parallel.world import World
+from drumline.config.settings import TrainConfig
+from drumline.bench.dry_run import estimate
+from drumline.errors import ConfigError
+from drumline.parallel.hardware import pick_dtype
+from drumline.bench.workload import Workload
+
+_USABLE = {"cuda": 0.95, "cpu": 0.8}
+"""The share of free memory that a step may take: a GPU's gets fragmented, and a CPU's is not ours alone."""
+_LOOK_EVERY_S = 0.002
+_MARGIN = 1.2
+"""What is computed with comes on top of what is kept."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A micro-batch that was tried, or foreseen."""
+
+    batch_size: int
+    fits: bool
+    peak_memory_bytes: int | None
+    """Measured; None where it was not tried, or ran out of memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What --find_batch_size found."""
+
+    batch_size: int
+    global_batch_size: int
+    limit_bytes: int
+    trials: list[Trial]
+
+
+@contextlib.contextmanager
+def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Gives a function: the most memory held so far within this block; of the GPU, or else all that the process has."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield lambda: torch.cuda.max_memory_allocated(device)
+        return
+    process, done = psutil.Process(), threading.Event()
+    most = process.memory_info().rss
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(_LOOK_EVERY_S):
+            most = max(most, process.memory_info().rss)
+
+    def look() -> int:
+        return int(max(most, process.memory_info().rss))
+
+    watcher = threading.Thread(target=watch, name="memory", daemon=True)
+    watcher.start()
+    try:
+        yield look
+    finally:
+        done.set()
+        watcher.join()
+
+
+def limit_bytes(world: World) -> int:
+    """The most that `peak_memory` may come to on this rank; the least of all ranks."""
+    if world.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(world.device)
+        own = torch.cuda.memory_reserved(world.device)
+        return int(min(world.gather(_USABLE["cuda"] * (free + own))))
+    free = min([psutil.virtual_memory().available, *_room_in_container()])
+    host = socket.gethostname()
+    ranks_here = world.gather(host).count(host)
+    own = psutil.Process().memory_info().rss
+    return int(min(world.gather(own + _USABLE["cpu"] * free / ranks_here)))
+
+
+def _room_in_container(folder: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """What a container's own limit leaves, if it has one."""
+    try:
+        most, used = ((folder / f"memory.{name}").read_text().strip() for name in ("max", "current"))
+    except OSError:
+        return []
+    return [] if most == "max" else [max(0, int(most) - int(used))]
+
+
+def estimated_bytes(config: TrainConfig, world: World, batch_size: int) -> int:
+    """What a step of this (filled-in) config should take on a CPU, with all that the process holds beside it.
+
+    Of the rank that has most; all ranks call it.
+    """
+    context, vocab_size = config.model.context, config.data.vocab_size
+    assert context and vocab_size
+    memory = estimate(
+        config,
+        tokens=batch_size * context,
+        vocab_size=vocab_size,
+        device=world.device,
+        dtype=pick_dtype(config.run.dtype, world.device),
+    )
+    own = psutil.Process().memory_info().rss + memory.state_bytes + _MARGIN * memory.activation_bytes
+    return int(max(world.gather(own)))
+
+
+def may_be_tried(config: TrainConfig, plan: BatchPlan, world: World, *, limit_bytes: float) -> bool:
+    """Whether running out of memory would do no harm, or is not to be expected. All ranks call it.
+
+    An estimate too high proves nothing: then it is smaller batches, measured, that decide.
+    """
+    foresee = partial(estimated_bytes, config, world)
+    if world.device.type == "cuda" or foresee(plan.micro_batch) <= limit_bytes:
+        return True
+    sizes = sorted({max(1, plan.micro_batch // part) for part in (16, 8, 1)})
+    measure = partial(measure_peak, config, world, plan.sequences)
+    trials = find_batch_size(sizes, measure, limit_bytes=limit_bytes, foresee=foresee)
+    return any(trial.fits for trial in trials if trial.batch_size == plan.micro_batch)
+
+
+def try_out(config: TrainConfig, plan: BatchPlan, world: World) -> tuple[Workload, int] | None:
+    """A workload after two steps of its own, and the memory they took; None if that was more than there is.
+
+    Waits for no other rank.
+    """
+    try:
+        return _two_steps(config, plan, world)
+    except RuntimeError as error:
+        if not _is_out_of_memory(error):
+            raise
+    free_memory(world.device)  # by now the error is gone, and with it what it referred to
+    return None
+
+
+def _two_steps(config: TrainConfig, plan: BatchPlan, world: World) -> tuple[Workload, int]:
+    """Two: the optimizer's state, which the first one makes, is there from the beginning only in the second one."""
+    with peak_memory(world.device) as peak_bytes:
+        workload = Workload(config, plan, world)
+        for _ in range(2):
+            workload.alone()
+        return workload, peak_bytes() + _bytes_of_ranks(workload)
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """As a GPU's allocator, a CPU's and CUDA's libraries say it."""
+    said = ("can't allocate memory", "STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in said)
+
+
+def _bytes_of_ranks(workload: Workload) -> int:
+    """With other ranks a gradient is kept from step to step; alone it is gone while the first loss is computed."""
+    world = workload.world
+    accumulates = len(workload.plan.share(world.rank, world.size)) > 1
+    return 0 if world.store is None or accumulates else 4 * workload.parameters
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what is no longer used. Whoever calls has let go of the workload."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc's alone
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def measure_peak(config: TrainConfig, world: World, sequences: int, batch_size: int) -> int | None:
+    """Memory of a step of so many sequences on the rank that needs most; None if one ran out of it. All ranks call it.
+
+    Two micro-batches tell as much as more would: in the second one the gradient of the first is there already.
+    """
+    each = max(1, min(2, sequences // (batch_size * world.size)))
+    tried = try_out(config, BatchPlan(batch_size, each * world.size), world)
+    peak_bytes = tried[1] if tried else None
+    del tried
+    free_memory(world.device)
+    of_all = world.gather(peak_bytes)
+    return None if None in of_all else max(of_all)
+
+
+def search_batch_size(
+    config: TrainConfig, world: World, *, global_batch_size: int, say: Callable[[str], None]
+) -> Search:
+    """The largest micro-batch that `global_batch_size` is a multiple of, that leaves each rank one, and that fits."""
+    sizes = [size for size in range(1, global_batch_size // world.size + 1) if global_batch_size % size == 0]
+    limit = limit_bytes(world)
+    if not sizes:
+        raise ConfigError(
+            f"{world.size} ranks cannot share a step of {global_batch_size} sequences",
+            fix=f"raise --global_batch_size to {world.size} or more",
+        )
+
+    def measure(batch_size: int) -> int | None:
+        say(f"trying batch_size {batch_size}")
+        return measure_peak(config, world, global_batch_size, batch_size)
+
+    foresee = None if world.device.type == "cuda" else partial(estimated_bytes, config, world)
+    trials = find_batch_size(sizes, measure, limit_bytes=limit, foresee=foresee)
+    fitting = [trial.batch_size for trial in trials if trial.fits]
+    if not fitting:
+        raise ConfigError(
+            f"{config.model.preset} does not fit with a single sequence: {limit / 1e9:.1f} GB are free to use",
+            fix="choose a smaller --preset, or a shorter --context",
+        )
+    return Search(batch_size=max(fitting), global_batch_size=global_batch_size, limit_bytes=limit, trials=trials)
+
+
+def find_batch_size(
+    sizes: Sequence[int],
+    measure: Callable[[int], int | None],
+    *,
+    limit_bytes: float,
+    foresee: Callable[[int], int] | None,
+) -> list[Trial]:
+    """Try sizes, each twice the one before, until one does not fit; then halve what is left between. Gives every trial.
+
+    sizes:   ascending; one that fits means that all before it do
+    measure: the bytes that a size takes, or None where it runs out of memory
+    foresee: an estimate of that, where running out must not happen: what is foreseen not to fit is not tried
+    """
+    trials: list[Trial] = []
+
+    def fits(size: int) -> bool:
+        if foresee is not None and _foreseen(size, trials, foresee) > limit_bytes:
+            trials.append(Trial(batch_size=size, fits=False, peak_memory_bytes=None))
+            return False
+        peak_bytes = measure(size)
+        fit = peak_bytes is not None and peak_bytes <= limit_bytes
+        trials.append(Trial(batch_size=size, fits=fit, peak_memory_bytes=peak_bytes))
+        return fit
+
+    good, bad, at = -1, len(sizes), 0
+    while at < bad:
+        if fits(sizes[at]):
+            good = at
+            doubled = (place for place in range(at + 1, bad) if sizes[place] >= 2 * sizes[at])
+            at = next(doubled, max(at + 1, len(sizes) - 1))
+        else:
+            bad = at
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(sizes[middle]) else (good, middle)
+    return trials
+
+
+def _foreseen(size: int, trials: Sequence[Trial], foresee: Callable[[int], int]) -> float:
+    """The line through the two largest sizes measured; with fewer, the estimate corrected by what is known."""
+    known = sorted((t.batch_size, t.peak_memory_bytes) for t in trials if t.peak_memory_bytes is not None)
+    if not known:
+        return foresee(size)
+    at, peak = known[-1]
+    if len(known) == 1:
+        return peak + foresee(size) - foresee(at)
+    before, peak_before = known[-2]
+    return peak + max(0.0, (peak - peak_before) / (at - before)) * (size - at)

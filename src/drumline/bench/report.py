@@ -1,0 +1,76 @@
+"""A benchmark's figures for people: lines and rows of tables, no wider than 80 characters."""
+
+from __future__ import annotations
+
+from drumline.bench.bench import Report
+from drumline.report.records import count
+
+PART_COLUMNS = ("part of a step", "ms", "share")
+ALL_REDUCE_COLUMNS = ("all-reduce of", "ms", "per rank")
+TABLE_COLUMNS = ("preset", "batch_size", "steps/s", "tokens/s", "MFU", "peak memory")
+
+
+def summary(report: Report) -> list[str]:
+    """What was measured, and how fast it is."""
+    ceiling = count(report.ceilings.flops_per_s)
+    compiled = ", compiled" if report.compiled else ""
+    lines = [
+        f"{report.device:<12} {report.device_name}",
+        f"{'model':<12} {report.preset}: {count(report.parameters)} parameters, {report.dtype}{compiled}",
+        f"{'step':<12} {report.global_batch_size} sequences x {report.context} = {report.tokens_per_step:,} tokens: "
+        f"{report.micro_batches} x batch_size {report.batch_size} on {_ranks(report.ranks)}",
+        f"{'speed':<12} {report.steps_per_s:.2f} steps/s, {count(report.tokens_per_s)} tokens/s",
+        f"{'MFU':<12} {report.mfu:.1%} of {ceiling}FLOP/s per rank ({report.mfu_of})",
+        f"{'peak memory':<12} {count(report.peak_memory_bytes)}B",
+        f"{'ceilings':<12} matrix product {count(report.ceilings.matmul_flops_per_s)}FLOP/s, "
+        f"copy {count(report.ceilings.copy_bytes_per_s)}B/s",
+    ]
+    if report.search is not None:
+        whole = report.batch_size * report.ranks == report.global_batch_size
+        found = "a rank's whole share of a step, fits" if whole else "the largest that fits"
+        limit = count(report.search.limit_bytes)
+        lines += [
+            f"{'batch_size':<12} {report.batch_size}, {found} into {limit}B; to train with it:",
+            f"  drumline train --preset {report.preset} --batch_size {report.batch_size} "
+            f"--global_batch_size {report.global_batch_size}",
+        ]
+    return lines
+
+
+def part_rows(report: Report) -> list[tuple[str, ...]]:
+    """For PART_COLUMNS."""
+    parts = {**report.parts_s, "together": report.step_s}
+    if not parts["gradient_wait"]:  # a single process has nobody to wait for
+        del parts["gradient_wait"]
+    return [
+        (name.replace("_", " "), f"{took_s * 1e3:.2f}", f"{took_s / report.step_s:.1%}")
+        for name, took_s in parts.items()
+    ]
+
+
+def all_reduce_rows(report: Report) -> list[tuple[str, ...]]:
+    """For ALL_REDUCE_COLUMNS."""
+    return [
+        (_binary(each.bytes), f"{each.seconds * 1e3:.2f}", f"{count(each.bytes_per_s)}B/s")
+        for each in report.all_reduce
+    ]
+
+
+def table_rows(report: Report) -> list[tuple[str, ...]]:
+    """For TABLE_COLUMNS."""
+    rows: list[tuple[str, ...]] = []
+    for row in report.table:
+        if row.steps_per_s is None or row.tokens_per_s is None or row.mfu is None or row.peak_memory_bytes is None:
+            rows.append((row.preset, str(row.batch_size), "-", "-", "-", "does not fit"))
+            continue
+        speeds = (f"{row.steps_per_s:.2f}", count(row.tokens_per_s), f"{row.mfu:.1%}")
+        rows.append((row.preset, str(row.batch_size), *speeds, f"{count(row.peak_memory_bytes)}B"))
+    return rows
+
+
+def _binary(size_bytes: int) -> str:
+    return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"

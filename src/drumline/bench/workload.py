@@ -1,0 +1,195 @@
+"""A preset's training step on made-up tokens, whole and in parts: what `drumline bench` times.
+
+Model, optimizer, strategy, batches and step are those of a run; only the tokens are drawn at random. A part is timed
+from outside, by how much longer the step takes with it than without: data alone, data and forward, and so on up to the
+whole step, all of them in turns, so that whatever else the machine does meets them alike. On a GPU, where forward and
+backward are one recording, forward alone is launched, and counts for more than it takes in a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from drumline.data.batches import BatchPlan, TokenBatches
+from drumline.bench.ceilings import seconds, together
+from drumline.parallel.world import World
+from drumline.config.settings import TrainConfig
+from drumline.kernels.gpt import with_kernels
+from drumline.kernels.cuda_graphs import WARM_UPS, Recorded, with_graphs
+from drumline.parallel.hardware import allow_tf32, pick_dtype
+from drumline.model.gpt import GPT
+from drumline.optim.optimizers import make_optimizer
+from drumline.parallel.strategies import Plain, Strategy, make_strategy
+from drumline.train.pretraining import token_objective
+from drumline.report.runs import build_model
+from drumline.train.step import Backward, Precision, to_device, train_step
+from drumline.data.tokens import TokenFile
+
+PARTS = ("data", "forward", "backward", "gradient_wait", "optimizer")
+_TURNS, _MOST_STEPS = 5, 200
+_TOKENS = 1 << 20
+_LR = 1e-6
+"""So low that nothing is learned: a loss that is not finite would leave the update out, and the time it takes."""
+
+
+class Workload:
+    """The step of a filled-in config, ready to run on this rank."""
+
+    def __init__(self, config: TrainConfig, plan: BatchPlan, world: World) -> None:
+        """Nothing here waits for other ranks, so that one that runs out of memory can say so."""
+        allow_tf32()
+        assert config.data.vocab_size and config.model.context
+        self.config, self.plan, self.world = config, plan, world
+        self.precision = Precision.of(world.device, pick_dtype(config.run.dtype, world.device))
+        torch.manual_seed(config.run.seed)
+        with world.device:  # drawn where they are needed: a large model's weights take a CPU many seconds
+            self.model = build_model(with_kernels(config, world.device), vocab_size=config.data.vocab_size).train()
+        if config.run.compile:
+            torch.compiler.reset()  # what another model or batch left there must not count against this one
+            self.model.compile()
+        self.optimizer = make_optimizer(self.model, config.optim)
+        self._alone = with_graphs(Plain(self.model), self.model, self.precision)
+        self.strategy: Strategy = self._alone
+        self._batches = _made_up_batches(config, plan)
+        self._steps = itertools.count()
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.plan.sequences * self._batches.weight
+
+    @property
+    def flops_per_token(self) -> int:
+        assert isinstance(self.model, GPT)
+        return self.model.flops_per_token(self._batches.weight)
+
+    def join_ranks(self) -> None:
+        """From here on a step is one of all ranks."""
+        if self.world.store is not None:
+            self.strategy = make_strategy(self.model, self.plan, self.world, bitwise=False)
+
+    def warm_up(self) -> None:
+        """Steps until whatever happens at the first ones is over."""
+        for _ in range(WARM_UPS + 1 if isinstance(self.strategy, Recorded) else 1):
+            self.step()
+
+    def data(self) -> None:
+        for batch in self._micro_batches():
+            to_device(batch, self.precision.device)
+
+    def forward(self) -> None:
+        """data, too"""
+        for batch in self._micro_batches():
+            self._gradient().loss(self.model, to_device(batch, self.precision.device))
+
+    def backward(self) -> None:
+        """data and forward, too"""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._alone.accumulate(self._micro_batches(), self._gradient(), votes=())
+
+    def alone(self) -> None:
+        """A whole step that does not care about other ranks."""
+        self._train_step(self._alone)
+
+    def step(self) -> None:
+        self._train_step(self.strategy)
+
+    def _train_step(self, strategy: Strategy) -> None:
+        train_step(
+            self.model,
+            self.optimizer,
+            self._micro_batches(),
+            token_objective,
+            strategy,
+            weight=self.tokens_per_step,
+            precision=self.precision,
+            lr=_LR,
+            grad_clip=self.config.optim.grad_clip or 0.0,
+        )
+
+    def _micro_batches(self) -> Iterator[Any]:
+        step = next(self._steps)
+        for index in self.plan.share(self.world.rank, self.world.size):
+            yield self._batches.micro_batch(step, index)
+
+    def _gradient(self) -> Backward:
+        return Backward(token_objective, self.precision, weight=self.tokens_per_step, scale=1, watch=None)
+
+
+def _made_up_batches(config: TrainConfig, plan: BatchPlan) -> TokenBatches:
+    assert config.data.vocab_size and config.model.context
+    draw = np.random.default_rng(config.run.seed)
+    drawn = draw.integers(config.data.vocab_size, size=max(_TOKENS, config.model.context) + 1, dtype=np.uint32)
+    tokens = TokenFile(path=Path("made-up.bin"), tokens=drawn)
+    return TokenBatches(tokens, plan, context=config.model.context, seed=config.run.seed)
+
+
+def step_seconds(workload: Workload, *, budget_s: float) -> float:
+    """The median time of a step, of as many as the budget allows."""
+    world = workload.world
+    workload.warm_up()
+    once_s = slowest(world, seconds(workload.step, world.device, repeats=1))
+    steps = max(1, min(_MOST_STEPS, int(budget_s / once_s)))
+    turns = min(3, steps)
+    times = [seconds(workload.step, world.device, repeats=steps // turns) for _ in range(turns)]
+    return slowest(world, statistics.median(times))
+
+
+def part_seconds(workload: Workload, *, steps: int | None, budget_s: float) -> dict[str, float]:
+    """What each of PARTS takes of a step, in seconds; together they are the median step.
+
+    steps: how many of each kind to time; None: as many as the budget allows
+    """
+    kinds: dict[str, Callable[[], None]] = {
+        "data": workload.data,
+        "forward": workload.forward,
+        "backward": workload.backward,
+        **({"alone": workload.alone} if workload.world.store is not None else {}),
+        "step": workload.step,
+    }
+    world = workload.world
+    workload.warm_up()
+    for kind in kinds.values():  # whatever is set up at its first use
+        kind()
+    once_s = slowest(world, sum(seconds(kind, world.device, repeats=1) for kind in kinds.values()))
+    wanted = steps or max(2, min(_MOST_STEPS, int(budget_s / once_s)))
+    turns = min(_TURNS, wanted)
+    took: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(turns):
+        for name, kind in kinds.items():
+            together(world)
+            took[name].append(seconds(kind, world.device, repeats=-(-wanted // turns)))
+    of_all = world.gather({name: statistics.median(times) for name, times in took.items()})
+    medians = {name: statistics.mean(each[name] for each in of_all) for name in kinds}
+    return _differences(medians)
+
+
+def _differences(medians: dict[str, float]) -> dict[str, float]:
+    """From times that each hold the ones before to the parts.
+
+    Noise may make a smaller part of a step look longer than a larger one; no part is less than nothing for that, and
+    together they are the step.
+    """
+    whole = medians["step"]
+    without_ranks = medians.get("alone", whole)
+    levels = [0.0, medians["data"], medians["forward"], medians["backward"], without_ranks]
+    rising = list(itertools.accumulate((min(level, whole) for level in levels), max))
+    data, forward, backward, optimizer = (after - before for before, after in itertools.pairwise(rising))
+    found = {"data": data, "forward": forward, "backward": backward, "optimizer": optimizer}
+    found["gradient_wait"] = whole - rising[-1]
+    return {part: found[part] for part in PARTS}
+
+
+def slowest(world: World, took_s: float) -> float:
+    """The time of the rank that took longest, on every rank."""
+    return float(max(world.gather(took_s)))

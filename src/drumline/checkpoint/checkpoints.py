@@ -1,0 +1,343 @@
+"""Checkpoints: complete or not there at all, verified before anything is read in, and without pickle.
+
+    step-00005000/
+      model-00001-of-00002.safetensors       weights, divided over the ranks that write (storage.py)
+      optimizer-00001-of-00002.safetensors   optimizer state
+      run.json                               step and the little that is not a tensor
+      manifest.json                          size and sha256 of every file above, versions, and its own sha256
+
+A checkpoint is written aside, flushed, hashed and renamed. Writing while training goes on is saver.py's business.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.parallel.world import World
+from drumline.files.disk import file_sha256, flush
+from drumline.errors import CheckpointError
+from drumline.files.run_folder import CHECKPOINT_PREFIX, RunFolder
+from drumline.checkpoint.storage import SUFFIX, FileFacts, kind_of, read_tensors, stored_shapes
+
+RUN, MANIFEST = "run.json", "manifest.json"
+FORMAT = 2
+_FILE_NAME = re.compile(rf"(?:model|optimizer)-\d+-of-\d+{re.escape(SUFFIX)}|{re.escape(RUN)}")
+"""Every file a manifest may name. None of them can leave its folder."""
+_NOT_JSON_OF_OURS = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+class OtherFormatError(CheckpointError):
+    """A checkpoint that is whole, but not for this version: never set aside, whoever wrote it can read it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """What a run needs to go on, beside its tensors."""
+
+    step: int
+    facts: dict[str, Any]
+    """What must be the same for the run to go on as the same run."""
+    scaler: dict[str, Any] = field(default_factory=dict)
+    """float16's loss scaler; {} for other formats."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    """What of the optimizer's state is not a tensor, by "kind/parameter"."""
+    detours: list[list[int]] = field(default_factory=list)
+    """[step, number of steps whose data are left out from there on]: what rollbacks have skipped."""
+    losses: list[float] = field(default_factory=list)
+    """Of the last steps, where a leap of the loss is watched for."""
+    valid_loss: float | None = None
+    """Held-out loss of these weights, if it was computed at this step."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint."""
+
+    path: Path
+    state: RunState
+    tensors: dict[str, Tensor] | None = None
+    """Of a single file, which is read whole; None: they are read from the folder when they are loaded."""
+
+    @property
+    def step(self) -> int:
+        return self.state.step
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor of a run by its name in a checkpoint, in the same order on every rank."""
+    return {**weights(model), **optimizer_state(model, optimizer)[0]}
+
+
+def divide(sizes: dict[str, int], parts: int) -> list[list[str]]:
+    """Names dealt out so that each part has about as many bytes; the same on every rank."""
+    dealt: list[list[str]] = [[] for _ in range(parts)]
+    load = [0] * parts
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        lightest = load.index(min(load))
+        dealt[lightest].append(name)
+        load[lightest] += sizes[name]
+    return dealt
+
+
+def commit(
+    aside: Path,
+    final: Path,
+    state: RunState,
+    files: FileFacts,
+    *,
+    about: dict[str, Any],
+    reached: Callable[[str], None] = lambda point: None,
+) -> Checkpoint:
+    """Make the files that lie in `aside` a checkpoint, read again and verified, in one rename."""
+    text = (json.dumps({"format": FORMAT, **asdict(state)}, indent=2) + "\n").encode()
+    (aside / RUN).write_bytes(text)
+    files = {**files, RUN: {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}}
+    reached(RUN)
+    manifest = {"format": FORMAT, "step": state.step, **about, "files": dict(sorted(files.items()))}
+    (aside / MANIFEST).write_text(_sealed(manifest), encoding="utf-8")
+    reached(MANIFEST)
+    for path in (aside / RUN, aside / MANIFEST, aside):
+        flush(path)
+    verified = open_checkpoint(aside)
+    reached("before the rename")
+    if final.exists():  # a run that went back to an earlier step passes here again
+        set_aside(final, "superseded")
+    aside.rename(final)
+    reached("after the rename")
+    flush(final.parent)
+    return Checkpoint(final, verified.state)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Verify every file of a checkpoint against its manifest; CheckpointError names what is wrong."""
+    try:
+        text = (path / MANIFEST).read_text(encoding="utf-8")
+        manifest = json.loads(text)
+        version, seal = manifest["format"], manifest.pop("sha256", None)
+        if version == FORMAT:
+            files = {str(name): (int(f["bytes"]), str(f["sha256"])) for name, f in manifest["files"].items()}
+            step = int(manifest["step"])
+    except _NOT_JSON_OF_OURS as error:
+        raise _damaged(path, f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
+    if version != FORMAT and seal in (None, _seal(manifest)):
+        raise OtherFormatError(
+            f"{path} has format {version}, this drumline reads {FORMAT}", fix="use the drumline that wrote it"
+        )
+    if text != _sealed(manifest) or (path / MANIFEST).is_symlink():
+        raise _damaged(path, f"{MANIFEST} does not have the hash it gives for itself")
+    if _step_in(path.name).isdecimal() and path.name != RunFolder.checkpoint_name(step):
+        raise _damaged(path, f"it is of step {step}, not of the step in its name")
+    try:
+        _check_files(path, files)
+    except OSError as error:  # a disk that has gone bad
+        raise _damaged(path, f"it cannot be read ({error})") from None
+    state = _read_state(path)
+    if state.step != step:
+        raise _damaged(path, f"{RUN} is of step {state.step}, {MANIFEST} of step {step}")
+    return Checkpoint(path, state)
+
+
+def _check_files(path: Path, files: dict[str, tuple[int, str]]) -> None:
+    if RUN not in files:
+        raise _damaged(path, f"its {MANIFEST} does not name {RUN}")
+    for name, (size, sha256) in files.items():
+        file = path / name
+        if not _FILE_NAME.fullmatch(name):
+            raise _damaged(path, f"its {MANIFEST} names {name!r}, which no checkpoint has")
+        if file.is_symlink() or not file.is_file():
+            raise _damaged(path, f"{name} is missing")
+        if file.stat().st_size != size:
+            raise _damaged(path, f"{name} has {file.stat().st_size} bytes, not {size}")
+        if file_sha256(file) != sha256:
+            raise _damaged(path, f"{name} does not have the hash its manifest gives")
+    unknown = sorted(file.name for file in path.glob(f"*{SUFFIX}") if file.name not in files)
+    if unknown:
+        raise _damaged(path, f"it holds {unknown[0]}, which its {MANIFEST} does not name")
+
+
+def _read_state(path: Path) -> RunState:
+    """run.json, with nothing in it but what a RunState has."""
+    try:
+        run = json.loads((path / RUN).read_text(encoding="utf-8"))
+        if run.pop("format") != FORMAT:
+            raise ValueError("of another format")
+        state = RunState(**run)
+        if not isinstance(state.step, int) or not all(isinstance(v, dict) for v in (state.facts, state.optimizer)):
+            raise TypeError("of other types")
+        return state
+    except _NOT_JSON_OF_OURS as error:
+        raise _damaged(path, f"its {RUN} cannot be read ({type(error).__name__}: {error})") from None
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _sealed(manifest: dict[str, Any]) -> str:
+    """The very text of a manifest.json: not a byte of it may be another."""
+    return json.dumps({**manifest, "sha256": _seal(manifest)}, indent=2) + "\n"
+
+
+def load(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Read a verified checkpoint into a model and, for training on, its optimizer."""
+    held = checkpoint.tensors
+    stored = {n: (t.dtype, t.shape) for n, t in held.items()} if held is not None else stored_shapes(checkpoint.path)
+    _check_model({name: shape for name, (_, shape) in stored.items() if kind_of(name) == "model"}, checkpoint, model)
+    _fill(weights(model), checkpoint)
+    if optimizer is not None:
+        _check_optimizer([*(name for name in stored if "/" in name), *checkpoint.state.optimizer], checkpoint, model)
+        wanted = {name: about for name, about in stored.items() if kind_of(name) == "optimizer"}
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in wanted.items()}
+        _fill(tensors, checkpoint)
+        load_optimizer(tensors, checkpoint.state.optimizer, model, optimizer)
+
+
+def _fill(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
+    with torch.no_grad():
+        if checkpoint.tensors is not None:
+            for name, tensor in tensors.items():
+                tensor.copy_(checkpoint.tensors[name])
+        elif tensors:
+            read_tensors(tensors, checkpoint.path)
+
+
+def share(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, source: int) -> None:
+    """Give every rank the weights and optimizer state of one of them."""
+    if world.store is None:
+        return
+    world.broadcast(list(weights(model).values()), source=source)
+    tensors, scalars = optimizer_state(model, optimizer) if world.rank == source else ({}, {})
+    own: list[Any] = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+    shapes, scalars = world.gather([own, scalars])[source]
+    if world.rank != source:
+        empty = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in shapes}
+        load_optimizer(empty, scalars, model, optimizer)
+        tensors, _ = optimizer_state(model, optimizer)
+    world.broadcast([tensors[name] for name, _, _ in shapes], source=source)
+
+
+def checkpoint_paths(folder: Path) -> list[Path]:
+    """Complete checkpoints by name, oldest first; not verified."""
+    found = [path for path in folder.glob(f"{CHECKPOINT_PREFIX}*") if _step_in(path.name).isdecimal()]
+    return sorted(found, key=lambda path: int(_step_in(path.name)))
+
+
+def newest_valid(folder: Path, *, warn: Callable[[str], None], before: int | None = None) -> Checkpoint | None:
+    """The newest checkpoint (before a step) that verifies; damaged ones are named and set aside on the way."""
+    return next(valid_ones(folder, warn=warn, before=before), None)
+
+
+def valid_ones(folder: Path, *, warn: Callable[[str], None], before: int | None = None) -> Iterator[Checkpoint]:
+    for path in reversed(checkpoint_paths(folder)):
+        if before is not None and int(_step_in(path.name)) >= before:
+            continue
+        try:
+            yield open_checkpoint(path)
+        except OtherFormatError:
+            raise
+        except CheckpointError as error:
+            warn(f"{error.problem}; {set_aside(path, 'damaged')}, trying the one before")
+
+
+def _step_in(name: str) -> str:
+    return name.removeprefix(CHECKPOINT_PREFIX)
+
+
+def set_aside(path: Path, why: str) -> str:
+    """Rename a checkpoint so that it is not used again; says what was done."""
+    aside = path.with_name(f"{path.name}.{why}")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        path.rename(aside)
+    except OSError as error:  # a read-only disk: it stays where it is, and is passed over again next time
+        return f"it cannot be set aside ({error.strerror})"
+    return f"set aside as {aside.name}"
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor a model must keep, by name; one that is shared (tied embeddings) appears once, by its first name."""
+    seen: set[int] = set()
+    kept: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            kept[name] = tensor.detach()
+    return kept
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """The fingerprint of a model: over names, dtypes, shapes and bytes in name order."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights(model).items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizer's state as tensors by "kind/parameter", and what of it is not a tensor."""
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{kind}/{name}"] = value
+            else:
+                scalars[f"{kind}/{name}"] = value
+    return tensors, scalars
+
+
+def load_optimizer(
+    tensors: dict[str, Tensor], scalars: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    parameters = dict(model.named_parameters())
+    # Fused optimizers count their steps on the device; the others want that count on the CPU.
+    counts_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    optimizer.state.clear()
+    for key, tensor in tensors.items():
+        kind, name = key.split("/", 1)
+        moves = kind != "step" or counts_on_device
+        optimizer.state[parameters[name]][kind] = tensor.to(parameters[name].device) if moves else tensor
+    for key, value in scalars.items():
+        kind, name = key.split("/", 1)
+        optimizer.state[parameters[name]][kind] = value
+
+
+def _check_model(stored: dict[str, torch.Size], checkpoint: Checkpoint, model: nn.Module) -> None:
+    here = weights(model)
+    missing, extra = sorted(here.keys() - stored.keys()), sorted(stored.keys() - here.keys())
+    shapes = [
+        f"{name}: {tuple(stored[name])} there, {tuple(tensor.shape)} here"
+        for name, tensor in here.items()
+        if name in stored and stored[name] != tensor.shape
+    ]
+    if missing or extra or shapes:
+        raise CheckpointError(
+            f"{checkpoint.path} is of another model: {len(missing)} tensors missing, {len(extra)} unknown, "
+            f"{len(shapes)} of another shape (first: {(missing + extra + shapes)[0]})",
+            fix="give the settings the checkpoint's run had (its config.toml has them)",
+        )
+
+
+def _check_optimizer(names: list[str], checkpoint: Checkpoint, model: nn.Module) -> None:
+    unknown = {name.partition("/")[2] for name in names} - dict(model.named_parameters()).keys()
+    if unknown:
+        raise CheckpointError(
+            f"{checkpoint.path} is of another model: it has optimizer state of {len(unknown)} parameters that are not "
+            f"here (first: {min(unknown)})",
+            fix="give the settings the checkpoint's run had (its config.toml has them)",
+        )
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"the checkpoint {path} is damaged: {what}", fix="resume from another checkpoint of the run")

@@ -1,0 +1,188 @@
+"""What `drumline checkpoint` does with a run's checkpoints: list, verify, export and prune them. It prints nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from drumline.checkpoint.checkpoints import Checkpoint, OtherFormatError, checkpoint_paths, open_checkpoint
+from drumline.errors import CheckpointError, ConfigError
+from drumline.checkpoint.export import single_file_name, write_single_file
+from drumline.checkpoint.retention import Retention, leftovers, reasons, step_of, valid_loss
+from drumline.files.run_folder import CHECKPOINT_PREFIX, RunFolder
+from drumline.report.runs import stored_config
+from drumline.checkpoint.snapshots import Snapshots
+
+_SET_ASIDE = ("damaged", "superseded")
+_HOLD_WAIT_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """One line of the list."""
+
+    step: int
+    saved: float
+    """When, in seconds since 1970."""
+    bytes: int
+    valid_loss: float | None
+    kept: str
+    """Why it is kept, or why it is not used."""
+
+
+def list_checkpoints(run: Path) -> list[Listed]:
+    """All there is of a run to go on from: on disk oldest first, what was set aside, and in this host's memory."""
+    folder = _run_folder(run)
+    paths = checkpoint_paths(folder.checkpoints)
+    kept = reasons(paths, run_retention(folder))
+    rows = [_listed(path, ", ".join(kept[path]) or "goes with the next save") for path in paths]
+    rows += [_listed(path, f"not used: {path.suffix[1:]}") for path in _set_aside(folder)]
+    rows += [_listed(path, "in memory") for path in checkpoint_paths(Snapshots.of(folder).folder)]
+    if not rows:
+        raise _none_yet(folder)
+    return rows
+
+
+def verify_checkpoints(run: Path, *, step: int | None) -> Iterator[tuple[Path, str | None]]:
+    """Each checkpoint (or the one of a step), newest first, with what is wrong with it; None: it is whole."""
+    folder = _run_folder(run)
+    for path in reversed(_chosen(folder, step)):
+        try:
+            open_checkpoint(path)
+        except CheckpointError as error:
+            yield path, error.problem
+        else:
+            yield path, None
+
+
+def export_checkpoint(run: Path, *, step: int | None, out: Path | None, force: bool) -> tuple[Checkpoint, Path]:
+    """Write the newest valid checkpoint (or the one of a step) as a single file; gives both."""
+    folder = _run_folder(run)
+    chosen = _newest_whole(folder)[0] if step is None else open_checkpoint(_chosen(folder, step)[0])
+    file = out or folder.checkpoints / single_file_name(chosen.step)
+    if file.exists() and not force:
+        raise ConfigError(f"{file} is there already", fix="add --force to replace it, or choose another --out")
+    try:
+        write_single_file(chosen, file)
+    except (OSError, RuntimeError) as error:  # torch's writer makes the one of the other
+        raise ConfigError(f"{file} cannot be written ({error})", fix="choose another place: --out FILE") from None
+    return chosen, file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruned:
+    gone: dict[Path, int]
+    """What was, or would be, deleted, and its bytes."""
+    damaged: tuple[str, ...]
+    """What is wrong with each checkpoint that is newer than the newest valid one."""
+
+
+def prune_checkpoints(
+    run: Path, *, keep: int | None, keep_every: int | None, keep_best: bool | None, dry_run: bool
+) -> Pruned:
+    """Delete what the run's retention (or these settings) does not keep, and all that no run will use again."""
+    folder = _run_folder(run)
+    own = run_retention(folder)
+    for name, value in (("keep", keep), ("keep_every", keep_every)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}", fix=f"give --{name} a value of 1 or more")
+    retention = Retention(
+        last=own.last if keep is None else keep,
+        every=own.every if keep_every is None else keep_every,
+        best=own.best if keep_best is None else keep_best,
+    )
+    with folder.hold(wait_s=_HOLD_WAIT_S):
+        newest, damaged = _newest_whole(folder)
+        usable = [path for path in checkpoint_paths(folder.checkpoints) if step_of(path) <= newest.step]
+        doomed = [path for path, why in reasons(usable, retention).items() if not why]
+        doomed += [*damaged, *_set_aside(folder), *leftovers(folder), *folder.checkpoints.glob(".seen-*")]
+        gone = {path: _bytes(path) for path in doomed}
+        if not dry_run:
+            _delete(doomed)
+    return Pruned(gone=gone, damaged=tuple(damaged.values()))
+
+
+def run_retention(folder: RunFolder) -> Retention:
+    """What the run itself keeps; a run without a config.toml keeps what is usual."""
+    config = stored_config(folder)
+    if config is None:
+        return Retention()
+    return Retention(last=config.run.keep_checkpoints, every=config.run.keep_every, best=config.run.keep_best)
+
+
+def _run_folder(run: Path) -> RunFolder:
+    folder = RunFolder(run)
+    if not folder.config.exists() and not folder.checkpoints.is_dir():
+        raise CheckpointError(f"{run} is not a run", fix="name a run's folder; `drumline runs` lists those here")
+    return folder
+
+
+def _chosen(folder: RunFolder, step: int | None) -> list[Path]:
+    """Every checkpoint, oldest first, or the one of a step."""
+    paths = checkpoint_paths(folder.checkpoints)
+    if not paths:
+        raise _none_yet(folder)
+    if step is None:
+        return paths
+    if folder.checkpoint(step) not in paths:
+        raise CheckpointError(
+            f"{folder.path} has no checkpoint of step {step}",
+            fix=f"choose one of --step {', '.join(str(step_of(path)) for path in paths)}",
+        )
+    return [folder.checkpoint(step)]
+
+
+def _newest_whole(folder: RunFolder) -> tuple[Checkpoint, dict[Path, str]]:
+    """The newest checkpoint that verifies, and what is wrong with those after it; nothing is set aside."""
+    damaged: dict[Path, str] = {}
+    for path in reversed(_chosen(folder, None)):
+        try:
+            return open_checkpoint(path), damaged
+        except OtherFormatError:
+            raise
+        except CheckpointError as error:
+            damaged[path] = error.problem
+    raise CheckpointError(
+        f"none of the {len(damaged)} checkpoints of {folder.path} is whole",
+        fix="see what is wrong with each: drumline checkpoint verify " + str(folder.path),
+        details=list(damaged.values()),
+    )
+
+
+def _none_yet(folder: RunFolder) -> CheckpointError:
+    return CheckpointError(
+        f"the run {folder.path} has no checkpoints", fix="let it train until its first save (--save_every)"
+    )
+
+
+def _set_aside(folder: RunFolder) -> list[Path]:
+    return sorted(p for p in folder.checkpoints.glob(f"{CHECKPOINT_PREFIX}*.*") if p.suffix[1:] in _SET_ASIDE)
+
+
+def _listed(path: Path, kept: str) -> Listed:
+    return Listed(
+        step=int(path.name.removeprefix(CHECKPOINT_PREFIX).partition(".")[0]),
+        saved=path.stat().st_mtime,
+        bytes=_bytes(path),
+        valid_loss=valid_loss(path),
+        kept=kept,
+    )
+
+
+def _bytes(path: Path) -> int:
+    return sum(file.lstat().st_size for file in (path, *path.rglob("*")) if not file.is_dir())
+
+
+def _delete(paths: Sequence[Path]) -> None:
+    for path in paths:
+        try:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be deleted ({error.strerror})", fix="mend its permissions, or remount the disk writable"
+            ) from None

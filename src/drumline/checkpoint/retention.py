@@ -1,0 +1,68 @@
+"""Which checkpoints are kept: the last few, every so many steps, and the best by held-out loss."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from drumline.checkpoint.checkpoints import RUN, Checkpoint, checkpoint_paths
+from drumline.files.run_folder import CHECKPOINT_PREFIX, RunFolder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    last: int = 3
+    """How many of the newest."""
+    every: int | None = None
+    """Also those of every so many steps, for good."""
+    best: bool = True
+    """Also the one with the lowest held-out loss."""
+
+
+def prune(folder: RunFolder, retention: Retention, *, newest: Checkpoint, spare: str) -> None:
+    """Delete what need not be kept, and what killed savers left behind.
+
+    newest: the newest checkpoint, just verified: whatever is deleted, the run can go on from it
+    spare:  the saver that calls: its other ranks may have begun to write the next checkpoint
+    """
+    kept = reasons(checkpoint_paths(folder.checkpoints), retention)
+    gone = [path for path, why in kept.items() if not why and path != newest.path]
+    for path in (*gone, *(path for path in leftovers(folder) if spare not in path.name)):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def reasons(paths: Sequence[Path], retention: Retention) -> dict[Path, list[str]]:
+    """Why each checkpoint (oldest first) is kept: newest, every, best; nothing for one that need not be."""
+    judged = {path: loss for path in paths if (loss := valid_loss(path)) is not None}
+    best = min(judged, key=lambda path: judged[path], default=None)
+    newest = set(paths[-retention.last :])
+    return {
+        path: [
+            *(["newest"] if path in newest else []),
+            *(["every"] if retention.every is not None and step_of(path) % retention.every == 0 else []),
+            *(["best"] if retention.best and path == best else []),
+        ]
+        for path in paths
+    }
+
+
+def leftovers(folder: RunFolder) -> list[Path]:
+    """What savers that were killed left half made."""
+    return sorted(folder.checkpoints.glob(f".{CHECKPOINT_PREFIX}*.partial-*"))
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix(CHECKPOINT_PREFIX))
+
+
+def valid_loss(path: Path) -> float | None:
+    """The held-out loss of a checkpoint, if it has one."""
+    try:
+        loss = json.loads((path / RUN).read_text(encoding="utf-8"))["valid_loss"]
+        return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None

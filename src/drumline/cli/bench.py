@@ -1,0 +1,89 @@
+"""The command line of `drumline bench`: parse, measure, show."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from drumline.bench.config import BenchConfig
+from drumline.errors import EXIT_INTERRUPTED, DrumlineError
+
+if TYPE_CHECKING:
+    from drumline.bench.bench import Report
+
+_DEFAULTS = BenchConfig()
+
+
+def bench(*, config: Annotated[BenchConfig, Parameter(name="*")] = _DEFAULTS) -> int:
+    """Measure how fast this machine trains, where the time of a step goes, and which batch size fits."""
+    # Torch reads it when it is loaded.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from drumline.elastic.launch import ranks_to_start, start_ranks
+
+    if not (nproc := ranks_to_start(config.as_training(config.preset or "modern-tiny"))):
+        bench_here(config)
+        return 0
+    code = start_ranks(bench_here, (config,), nproc=nproc)
+    if code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    return code
+
+
+def bench_here(config: BenchConfig) -> None:
+    """Measure in this process, alone or as one of the ranks; rank 0 shows what all found."""
+    from drumline.bench.bench import run_bench
+    from drumline.parallel.world import join, leave
+    from drumline.report.terminal import print_line
+
+    world = join(device=config.device, backend=config.backend)
+    try:
+        report = run_bench(config, world, say=print_line if world.is_main else lambda text: None)
+        if world.is_main:
+            _show(report)
+            _write(report, config)
+    except DrumlineError as error:
+        error.told = error.told or not world.is_main  # all ranks find the same things wrong
+        raise
+    finally:
+        leave()
+
+
+def _write(report: Report, config: BenchConfig) -> None:
+    """The files that were asked for."""
+    from drumline.files.disk import replace_text
+    from drumline.report.plots import plot_bench
+    from drumline.report.terminal import print_line
+
+    writers: list[tuple[Path | None, Callable[[Path], None]]] = [
+        (config.json, lambda path: replace_text(path, json.dumps(report.as_dict(), indent=2) + "\n")),
+        (config.plot, lambda path: plot_bench(report.as_dict(), path)),
+    ]
+    for path, write in writers:
+        if path is None:
+            continue
+        try:
+            write(path)
+        except OSError as error:
+            raise DrumlineError(f"cannot write {path}: {error.strerror}", fix="name a file in another folder") from None
+        print_line(f"wrote {path}")
+
+
+def _show(report: Report) -> None:
+    from drumline.bench import report as of
+    from drumline.report.terminal import print_line, print_table
+
+    print_line("")
+    print_line("\n".join(of.summary(report)))
+    print_line("")
+    print_table(of.PART_COLUMNS, of.part_rows(report))
+    print_line("")
+    if report.all_reduce:
+        print_table(of.ALL_REDUCE_COLUMNS, of.all_reduce_rows(report))
+        print_line("")
+    if report.table:
+        print_table(of.TABLE_COLUMNS, of.table_rows(report))

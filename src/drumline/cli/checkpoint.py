@@ -1,0 +1,120 @@
+"""The command line of `drumline checkpoint`: parse, one call, show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+checkpoint = App(name="checkpoint", help="List, verify, export or prune the checkpoints of a run.")
+
+
+@checkpoint.command(name="list")
+def list_(run: Path, /) -> int:
+    """Every checkpoint of a run: step, when, size, held-out loss, and why it is kept.
+
+    Parameters
+    ----------
+    run
+        The run's folder.
+    """
+    from drumline.checkpoint.commands import list_checkpoints
+    from drumline.report.terminal import print_checkpoints
+
+    print_checkpoints(list_checkpoints(run))
+    return 0
+
+
+@checkpoint.command
+def verify(run: Path, /, *, step: int | None = None) -> int:
+    """Compare every file with its hash; exits 1 if a checkpoint is damaged. Changes nothing.
+
+    Parameters
+    ----------
+    run
+        The run's folder.
+    step
+        Only the checkpoint of this step.
+    """
+    from drumline.checkpoint.commands import verify_checkpoints
+    from drumline.report.terminal import print_line
+
+    whole = True
+    for path, problem in verify_checkpoints(run, step=step):
+        print_line(f"{path}: ok" if problem is None else problem)
+        whole = whole and problem is None
+    return 0 if whole else 1
+
+
+@checkpoint.command
+def export(
+    run: Path,
+    /,
+    *,
+    step: int | None = None,
+    out: Path | None = None,
+    force: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Write a checkpoint as one .pt file, to pass around and to resume from.
+
+    Parameters
+    ----------
+    run
+        The run's folder.
+    step
+        Of which step. Default: the newest valid one.
+    out
+        The file to write. Default: RUN/checkpoints/checkpoint_step_N.pt.
+    force
+        Replace a file that is there.
+    """
+    from drumline.checkpoint.commands import export_checkpoint
+    from drumline.report.records import count
+    from drumline.report.terminal import print_line
+
+    chosen, file = export_checkpoint(run, step=step, out=out, force=force)
+    print_line(f"wrote {file}: step {chosen.step:,}, {count(file.stat().st_size)}B")
+    print_line(f"to go on from it:\n  drumline train --run_dir {run} --resume_from {file}")
+    return 0
+
+
+@checkpoint.command
+def prune(
+    run: Path,
+    /,
+    *,
+    keep: int | None = None,
+    keep_every: int | None = None,
+    keep_best: bool | None = None,
+    dry_run: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Delete the checkpoints that need not be kept, and what is damaged, superseded or half made.
+
+    The newest valid checkpoint always stays.
+
+    Parameters
+    ----------
+    run
+        The run's folder.
+    keep
+        How many of the newest to keep. Default: the run's keep_checkpoints.
+    keep_every
+        Also keep those of every so many steps. Default: the run's.
+    keep_best
+        Also keep the one with the lowest held-out loss. Default: the run's.
+    dry_run
+        Say what would go, and delete nothing.
+    """
+    from drumline.checkpoint.commands import prune_checkpoints
+    from drumline.report.records import count
+    from drumline.report.terminal import print_line
+
+    pruned = prune_checkpoints(run, keep=keep, keep_every=keep_every, keep_best=keep_best, dry_run=dry_run)
+    for problem in pruned.damaged:
+        print_line(f"warning: {problem}")
+    for path, size_bytes in pruned.gone.items():
+        print_line(f"{'would delete' if dry_run else 'deleted'} {path} ({count(size_bytes)}B)")
+    total_bytes = sum(pruned.gone.values())
+    print_line(f"{len(pruned.gone)} {'to delete' if dry_run else 'deleted'}, {total_bytes:,} bytes")
+    return 0

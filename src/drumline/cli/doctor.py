@@ -1,0 +1,270 @@
+"""The command line of `drumline doctor`, and its quick part, which `drumline train` runs first."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from drumline.config.settings import MEETING_PORT, TrainConfig
+from drumline.errors import EXIT_USER, ConfigError
+from drumline.doctor.finding import Finding, worst
+
+if TYPE_CHECKING:
+    from drumline.parallel.world import Place
+    from drumline.doctor.hosts.check import HostsReport
+    from drumline.doctor.hosts.meet import Gathering
+
+_SKIP = "skip these checks: --doctor off"
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
+_CHECK_WIDTH = 12
+_RANK_0_S, _SAY_S = 1800.0, 10.0
+"""How long a rank waits for rank 0 of another host to be there, and until it says so."""
+
+
+def doctor(
+    *,
+    run_dir: Path = Path("runs"),
+    quick: Annotated[bool, Parameter(negative=())] = False,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    nnodes: int = 1,
+    rdzv_endpoint: str | None = None,
+    data: tuple[Path, ...] = (),
+    patience: float = 30.0,
+    names: str | None = None,
+    hosts: str | None = None,
+) -> int:
+    """Check this machine, or several hosts and the network between them, and say what to type.
+
+    Several hosts: start it on each as a run would be, by torchrun, srun or by hand with --nnodes; or give --hosts.
+    Exit code 0 when nothing failed, 1 when something did.
+
+    Parameters
+    ----------
+    run_dir
+        Where runs will lie: its disk is looked at.
+    quick
+        Only what `drumline train` looks at before a run.
+    json
+        Print the findings as JSON, and nothing else.
+    nnodes
+        Hosts that check each other; start it on each of them.
+    rdzv_endpoint
+        HOST:PORT of the host where they meet.
+    data
+        A file or folder of text or tokens that all hosts should have alike. May be repeated.
+    patience
+        Seconds to wait for hosts that are not there yet.
+    names
+        The hosts that are to come, as a,b: one that does not is then named.
+    hosts
+        Start it on these hosts over SSH, as a,b; `drumline launch --hosts a,b -- doctor` has more to say.
+    """
+    if not 0 <= patience < float("inf"):
+        raise ConfigError(f"patience is {patience:g}", fix="give --patience a value of 0 or more, in seconds")
+    if hosts is not None:
+        from drumline.cli.launch import over_ssh
+
+        _check_over_ssh(hosts, nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, names=names, json=json)
+        flags = _own_flags(run_dir, data, quick=quick, patience=patience)
+        return over_ssh("doctor", *flags, hosts=hosts, rdzv_endpoint=rdzv_endpoint)
+    _check_by_hand(nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, names=names)
+    environ = dict(os.environ)  # as the user set it
+    # Torch reads it when it is loaded. What it would say of stores and connections is found and told here.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from drumline.doctor.checkup import all_findings, quick_findings
+
+    place = _place()
+    gathering = None if place is None else _gathering(nnodes, rdzv_endpoint, names)
+    several = nnodes > 1 or _hosts_of_launcher(environ) > 1
+    found: list[Finding] = []
+    speaks = place is None or place.local_rank == 0  # one process of each host
+    if speaks:
+        if quick:
+            found = quick_findings(environ, folder=run_dir, ranks=1, several_hosts=several)
+        else:
+            found = all_findings(run_dir, environ, several_hosts=several)
+    found = [replace(finding, host=socket.gethostname()) if several else finding for finding in found]
+    together = None
+    if gathering is not None:
+        from drumline.doctor.hosts.check import check_hosts
+
+        say = (lambda text: None) if json else _say
+        together = check_hosts(gathering, say=say, patience_s=patience, data=data, collectives=not quick)
+    if together is not None and (together.tells or not speaks):
+        found += together.findings
+    if speaks or found:
+        _show(found, as_json=json, alone=not (several or quick))
+    if together is not None and not json:
+        _show_links(together)
+    return EXIT_USER if worst([*found, *(together.findings if together else ())]) == "failed" else 0
+
+
+def _check_by_hand(*, nnodes: int, rdzv_endpoint: str | None, names: str | None) -> None:
+    """ConfigError for hosts that could not meet."""
+    if nnodes < 1:
+        raise ConfigError(f"nnodes is {nnodes}", fix="give --nnodes a value of 1 or more")
+    where = rdzv_endpoint or f"HOST:{MEETING_PORT}"
+    if nnodes == 1 and (rdzv_endpoint is not None or names is not None):
+        raise ConfigError(
+            "a place to meet or names of hosts are given, and not how many hosts there are",
+            fix=f"drumline doctor --nnodes {len(names.split(',')) if names else 2} --rdzv_endpoint {where}",
+        )
+    if nnodes > 1 and rdzv_endpoint is None:
+        raise ConfigError(
+            f"{nnodes} hosts need a place to meet, one of them",
+            fix=f"drumline doctor --nnodes {nnodes} --rdzv_endpoint {where}",
+        )
+
+
+def _check_over_ssh(hosts: str, *, nnodes: int, rdzv_endpoint: str | None, names: str | None, json: bool) -> None:
+    """ConfigError for flags that --hosts does not go with."""
+    from drumline.launch.hosts_file import parse_hosts
+
+    found = parse_hosts(hosts)
+    if json:
+        where = rdzv_endpoint or f"{found[0].name}:{MEETING_PORT}"
+        several = f" --nnodes {len(found)} --rdzv_endpoint {where}" if len(found) > 1 else ""
+        raise ConfigError(
+            "--json is for one host, and --hosts mixes the lines of all",
+            fix=f"on each: drumline doctor{several} --json",
+        )
+    if nnodes != 1 or names is not None:
+        raise ConfigError(
+            f"--nnodes and --names are for hosts started by hand; --hosts has {len(found)} of them already",
+            fix=f"drumline doctor --hosts {hosts}",
+        )
+
+
+def _own_flags(run_dir: Path, data: tuple[Path, ...], *, quick: bool, patience: float) -> list[str]:
+    """The flags that every host's doctor is given."""
+    flags = ["--run_dir", str(run_dir), "--patience", str(patience)]
+    flags += [word for path in data for word in ("--data", str(path))]
+    return [*flags, *(["--quick"] if quick else [])]
+
+
+def _gathering(nnodes: int, rdzv_endpoint: str | None, names: str | None) -> Gathering | None:
+    """How this host meets the others; None where there are none."""
+    from drumline.doctor.hosts.meet import find_gathering, gathering_at
+
+    if nnodes == 1 or rdzv_endpoint is None:
+        return find_gathering(os.environ)
+    return gathering_at(rdzv_endpoint, hosts=nnodes, names=names.split(",") if names else ())
+
+
+def _show_links(report: HostsReport) -> None:
+    """How fast the hosts reduce, all together and by pair; or, on a host that does not tell, which one does."""
+    if not report.tells:
+        if any(finding.state != "ok" for finding in report.findings):
+            _say(f"between the hosts not all is well: {report.names[min(report.names)]} tells")
+        return
+    from drumline.doctor.hosts.collectives import PAIR_COLUMNS, SIZE_COLUMNS
+    from drumline.report.terminal import print_line, print_table
+
+    for links in report.links:
+        print_line(f"\n{links.backend}, over {len(report.names)} hosts and by pair:")
+        print_table(SIZE_COLUMNS, links.size_rows())
+        print_table(PAIR_COLUMNS, links.pair_rows(report.names))
+
+
+def _place() -> Place | None:
+    """This process's place among those that a launcher started; None where torch does not load."""
+    try:
+        from drumline.parallel.world import find_place
+    except (ImportError, OSError):
+        return None
+    return find_place(os.environ)
+
+
+def _hosts_of_launcher(environ: Mapping[str, str]) -> int:
+    """The hosts of torchrun's or srun's processes, as far as they say."""
+    said = environ.get("GROUP_WORLD_SIZE") or environ.get("SLURM_STEP_NUM_NODES") or "1"
+    return int(said) if said.isdigit() else 1
+
+
+def _show(found: Sequence[Finding], *, as_json: bool, alone: bool) -> None:
+    if as_json:
+        report = {
+            "host": socket.gethostname(),
+            "state": worst(found),
+            "findings": [finding.as_dict() for finding in found],
+        }
+        sys.stdout.write(json_format.dumps(report, indent=2) + "\n")
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(emoji=False)  # fe80::b:1 is an address
+    for finding in found:
+        state, style = f"{finding.state:<8}", _STYLES[finding.state]
+        where = f"{finding.host}: " if finding.host else ""
+        line = Text.assemble((state, style), f" {finding.check:<{_CHECK_WIDTH}} {where}{finding.what}")
+        console.print(line, soft_wrap=True)
+        if finding.state != "ok" and finding.fix:
+            console.print(Text(f"{'':8} {'':{_CHECK_WIDTH}} fix: {finding.fix}"), soft_wrap=True)
+    failed, warned = (sum(finding.state == state for finding in found) for state in ("failed", "warning"))
+    _say(f"{len(found)} checks: {failed} failed, {warned} {'warning' if warned == 1 else 'warnings'}")
+    if alone:
+        _say("for a network of hosts, on each: drumline doctor --nnodes 2 --rdzv_endpoint HOST:29400")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def check_first(config: TrainConfig, *, ranks: int) -> None:
+    """The quick part before a run: says on stderr what is not well, and refuses what cannot work.
+
+    ranks: processes that will be started here; 0: this one trains, alone or as one of a launcher's
+    """
+    from drumline.parallel.world import find_place
+    from drumline.doctor.checkup import findings_before
+
+    place = find_place(os.environ)
+    if config.run.doctor == "off" or place.local_rank > 0:
+        return
+    _find_rank_0()
+    found = [f for f in findings_before(config, place, ranks=ranks) if f.state != "ok"]
+    # A rank that left before it met the others would keep them waiting: what cannot work they find out together.
+    fatal = [finding for finding in found if finding.state == "failed" and place.size == 1]
+    warned = [finding for finding in found if finding not in fatal]
+    for finding in warned:
+        sys.stderr.write(f"warning: {_sentence(finding)}\n  fix: {finding.fix}\n")
+    if fatal:
+        first, *others = fatal
+        raise ConfigError(
+            _sentence(first),
+            fix=first.fix,
+            details=[*(f"{_sentence(finding)}: {finding.fix}" for finding in others), _SKIP],
+        )
+    if warned:
+        sys.stderr.write(f"{_SKIP}\n")
+
+
+def _find_rank_0() -> None:
+    """A rank of another host: say what keeps it from rank 0, which torch alone would wait for in silence."""
+    from drumline.doctor.hosts.meet import CheckEndedError, approach, find_gathering
+
+    gathering = find_gathering(os.environ)
+    if gathering is None or gathering.keeps:
+        return
+
+    def say(text: str) -> None:
+        sys.stderr.write(f"{socket.gethostname()}: {text}\n")
+
+    try:
+        approach(replace(gathering, task="run"), patience_s=_RANK_0_S, say=say, say_every_s=_SAY_S)
+    except CheckEndedError as ended:
+        raise ConfigError(ended.finding.what, fix=ended.finding.fix) from None
+
+
+def _sentence(finding: Finding) -> str:
+    return f"{finding.check}{' ' if finding.what.startswith('is ') else ': '}{finding.what}"

@@ -1,0 +1,93 @@
+"""The command lines of `drumline launch slurm` and `drumline launch k8s`: parse, write, submit, say what comes next."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from drumline.launch.job_command import Check, write_file
+from drumline.launch.kubernetes import K8sConfig, K8sJob
+from drumline.launch.slurm import SlurmConfig, SlurmJob, submit
+
+_Options = Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)]
+
+
+def add_jobs(launch: App, *, check: Check) -> None:
+    """Make both commands part of `drumline launch`. `check` judges what they are to run."""
+    launch.command(partial(slurm, check=check), name="slurm")
+    launch.command(partial(k8s, check=check), name="k8s")
+
+
+def slurm(
+    *command: str,
+    config: Annotated[SlurmConfig, Parameter(name="*")],
+    sbatch: _Options = (),
+    script: Path | None = None,
+    dry_run: Annotated[bool, Parameter(negative=())] = False,
+    check: Annotated[Check, Parameter(parse=False)],
+) -> int:
+    """Submit a SLURM job that saves before its time is up or its nodes are taken, is queued again, and goes on.
+
+    Parameters
+    ----------
+    command
+        Behind --: what to run, as in -- train --run_dir /shared/runs/big. Also bench and doctor.
+    sbatch
+        One more option of sbatch, as --sbatch=--constraint=h100. May be repeated.
+    script
+        The file to write. Default: beside the run folder, with the job's name.
+    dry_run
+        Print the script and the line that would submit it; write and submit nothing.
+    """
+    from drumline.report.terminal import print_line
+
+    job = SlurmJob(command, config, script=script, more=sbatch)
+    check(job.command.on_each_host())
+    if dry_run:
+        _print_exactly(f"{job.text()}{shlex.join(job.submission)}\n")
+        return 0
+    write_file(job.script, job.text())
+    number = submit(job)
+    print_line(f"job {number} submitted: {job.script}")
+    print_line(f"follow:  tail -F {shlex.quote(str(job.output(number)))}")
+    print_line(f"state:   squeue --job {number}")
+    print_line(f"cancel:  scancel {number}")
+    return 0
+
+
+def k8s(
+    *command: str,
+    config: Annotated[K8sConfig, Parameter(name="*")],
+    out: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
+    check: Annotated[Check, Parameter(parse=False)],
+) -> int:
+    """Print the YAML that trains on Kubernetes; nothing is created before kubectl apply.
+
+    Parameters
+    ----------
+    command
+        Behind --: what to run, as in -- train --run_dir /runs/big. Also bench and doctor.
+    out
+        A file to write. Default, and -: print it.
+    """
+    from drumline.report.terminal import print_line
+
+    job = K8sJob(command, config)
+    check(job.command.on_each_host(meet_at=job.meet_at))
+    if out is None or str(out) == "-":
+        _print_exactly(job.text())
+        return 0
+    write_file(out, job.text())
+    print_line(f"wrote {out}; next:  kubectl apply --filename {shlex.quote(str(out))}")
+    return 0
+
+
+def _print_exactly(text: str) -> None:
+    """To be run or applied as it stands: nothing wrapped, nothing taken for an emoji."""
+    sys.stdout.write(text)
+    sys.stdout.flush()

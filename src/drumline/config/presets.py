@@ -1,0 +1,173 @@
+"""Presets and recipes, and how a config's open settings are filled from them. No torch here.
+
+A preset is a shape, the block's parts (its family) and a recipe. A recipe is how such a model is trained.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+from drumline.config.settings import BatchConfig, GPTConfig, ModelSettings, OptimConfig, Recipe, TrainConfig
+from drumline.errors import ConfigError
+
+CLASSIC: dict[str, Any] = {}
+"""GPT-2's family is GPTConfig's default."""
+
+MODERN: dict[str, Any] = {
+    "positions": "rope",
+    "norm": "rmsnorm",
+    "activation": "relu2",
+    "qk_norm": True,
+    "bias": False,
+}
+
+
+RECIPES: dict[Recipe, dict[str, Any]] = {
+    "classic": {
+        "short_contexts": 0.0,
+        "optimizer": "adamw",
+        "schedule": "cosine",
+        "min_lr_ratio": 0.1,
+        "decay_fraction": 0.2,
+        "weight_decay": 0.1,
+        "momentum": 0.9,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "grad_clip": 1.0,
+    },
+    "modern": {
+        "tie_embeddings": False,
+        "init": "zero",
+        "norm_weights": False,
+        "softcap": 15.0,
+        "value_tables": 3,
+        "smear": True,
+        "short_contexts": 0.5,
+        "optimizer": "muon",
+        "embedding_lr": 0.4,
+        "head_lr": 0.003,
+        "schedule": "wsd",
+        "warmup_steps": 0,
+        "min_lr_ratio": 0.0,
+        "decay_fraction": 0.5,
+        "weight_decay": 0.0,
+        "momentum": 0.9,
+        "beta1": 0.8,
+        "beta2": 0.95,
+        "eps": 1e-10,
+        "grad_clip": 0.0,
+    },
+}
+"""What each recipe sets; a model's settings that it does not name are GPTConfig's defaults. docs/recipe.md says why."""
+HEAD_LR_WIDTH = 768
+"""The width that a recipe's `head_lr` is for: the rate is in inverse proportion to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A shape, and the settings that suit it."""
+
+    shape: dict[str, int]
+    family: dict[str, Any]
+    context: int = 1024
+    vocab_size: int = 50257
+    batch_size: int = 8
+    lr: float
+    """AdamW's."""
+    muon_lr: float = 0.035
+    recipe: Recipe
+    adjusted: dict[str, Any] = field(default_factory=dict)
+    """What suits this shape better than its recipe's own value."""
+    total_steps: int | None = None
+
+
+TINY = {"n_layers": 4, "n_heads": 4, "d_model": 192, "d_ff": 768}
+SMALL = {"n_layers": 12, "n_heads": 12, "d_model": 768, "d_ff": 3072}
+MEDIUM = {"n_layers": 24, "n_heads": 16, "d_model": 1024, "d_ff": 4096}
+LARGE = {"n_layers": 36, "n_heads": 20, "d_model": 1280, "d_ff": 5120}
+XL = {"n_layers": 48, "n_heads": 25, "d_model": 1600, "d_ff": 6400}
+
+
+def _tiny(family: dict[str, Any], recipe: Recipe) -> Preset:
+    return Preset(
+        shape=TINY,
+        family=family,
+        recipe=recipe,
+        context=128,
+        vocab_size=2048,
+        batch_size=16,
+        lr=2e-3,
+        # Attention is a twelfth of the arithmetic at 128 tokens: shorter contexts would save little.
+        adjusted={"short_contexts": 0.0},
+        total_steps=800,
+    )
+
+
+PRESETS: dict[str, Preset] = {
+    "tiny": _tiny(CLASSIC, "classic"),
+    "gpt2": Preset(shape=SMALL, family=CLASSIC, recipe="classic", lr=6e-4),
+    "gpt2-medium": Preset(shape=MEDIUM, family=CLASSIC, recipe="classic", lr=3e-4),
+    "gpt2-large": Preset(shape=LARGE, family=CLASSIC, recipe="classic", lr=2.5e-4),
+    "gpt2-xl": Preset(shape=XL, family=CLASSIC, recipe="classic", lr=2e-4),
+    "modern-tiny": _tiny(MODERN, "modern"),
+    "modern": Preset(shape=SMALL, family=MODERN, recipe="modern", lr=6e-4),
+    "modern-medium": Preset(shape=MEDIUM, family=MODERN, recipe="modern", lr=3e-4),
+    "modern-large": Preset(shape=LARGE, family=MODERN, recipe="modern", lr=2.5e-4),
+    "modern-xl": Preset(shape=XL, family=MODERN, recipe="modern", lr=2e-4),
+}
+
+
+def preset(name: str) -> Preset:
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"did you mean --preset {near[0]}? " if near else ""
+        raise ConfigError(f"there is no preset {name!r}", fix=f"{hint}choose one of: {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+Section = TypeVar("Section", ModelSettings, BatchConfig, OptimConfig)
+
+
+def filled(section: Section, defaults: dict[str, Any]) -> Section:
+    """A section with what it leaves open taken from the defaults, where they have it."""
+    names = [f.name for f in fields(section) if getattr(section, f.name) is None and f.name in defaults]
+    return replace(section, **{name: defaults[name] for name in names})
+
+
+def with_preset(config: TrainConfig) -> TrainConfig:
+    """The same config with every setting that the preset and its recipe decide filled in."""
+    chosen = preset(config.model.preset)
+    name = config.model.recipe or chosen.recipe
+    recipe = {**RECIPES[name], **chosen.adjusted}
+    gpt = {**asdict(GPTConfig()), **recipe, **chosen.shape, **chosen.family, "context": chosen.context, "recipe": name}
+    model = filled(config.model, gpt)
+    if "head_lr" in recipe and model.d_model:
+        # What the head reads is as large at any width, so that an update of all its weights moves logits in proportion.
+        recipe["head_lr"] *= HEAD_LR_WIDTH / model.d_model
+    rates = {"lr": chosen.lr}
+    if (config.optim.optimizer or recipe["optimizer"]) == "muon":
+        rates = {"lr": chosen.muon_lr, "embedding_lr": chosen.lr, "head_lr": chosen.lr}
+    batch = filled(config.batch, recipe)
+    if batch.total_steps is None and batch.epochs is None:
+        batch = replace(batch, total_steps=chosen.total_steps, epochs=None if chosen.total_steps else 1.0)
+    return replace(
+        config,
+        model=model,
+        data=replace(config.data, vocab_size=config.data.vocab_size or chosen.vocab_size),
+        batch=batch,
+        optim=filled(config.optim, {**rates, **recipe}),
+    )
+
+
+def gpt_config(settings: ModelSettings, *, vocab_size: int) -> GPTConfig:
+    """The GPT that these settings (already filled in) describe."""
+    assert settings.context is not None
+    described = {f.name for f in fields(GPTConfig)} & {f.name for f in fields(ModelSettings)}
+    return GPTConfig(
+        vocab_size=vocab_size,
+        max_position_embeddings=settings.context,
+        **{name: value for name in described if (value := getattr(settings, name)) is not None},
+    )

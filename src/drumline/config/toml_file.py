@@ -1,0 +1,106 @@
+"""Config files: read and write run.toml, and say what differs between two configs.
+
+A file has one table per section of TrainConfig; a setting may also stand at the top level, since names are unique.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from drumline.config.settings import TrainConfig
+from drumline.errors import EXIT_USAGE, ConfigError
+
+# What may differ when a run goes on: none of these changes what step k computes.
+FREE_TO_CHANGE = frozenset(
+    "preset run_dir resume_from allow_change device compile eval_every eval_windows save_every snapshot_every "
+    "keep_checkpoints keep_every keep_best on_nonfinite max_nonfinite spike_factor max_rollbacks check_replicas_every "
+    "hang_timeout nnodes rdzv_endpoint doctor "
+    "log_every sample_prompt tensorboard use_wandb wandb_project wandb_run_name sink data_dir on_error "
+    "nproc backend max_restarts train_data_path valid_data_path valid_fraction field tokenizer "
+    "gradient_accumulation_steps".split()
+)
+
+
+class UnknownKeyError(ConfigError):
+    """A key in a config file that no setting has."""
+
+    exit_code = EXIT_USAGE
+
+
+def sections() -> dict[str, list[str]]:
+    """The settings of each section: {"optim": ["lr", ...], ...}."""
+    return {name: [f.name for f in fields(kind)] for name, kind in get_type_hints(TrainConfig).items()}
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file, without their sections."""
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the config {path}: {error.strerror}", fix="check the path after --config"
+        ) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"{path} is not valid TOML: {error}", fix="mend that line; docs/configuration.md shows the form"
+        ) from None
+    known = sections()
+    settings: dict[str, Any] = {}
+    for key, value in tables.items():
+        inside = value if isinstance(value, dict) else {key: value}
+        if isinstance(value, dict) and key not in known:
+            raise _unknown(path, f"[{key}]", key, list(known))
+        names = known[key] if isinstance(value, dict) else [name for section in known.values() for name in section]
+        for name, setting in inside.items():
+            if name not in names:
+                raise _unknown(path, name, name, names)
+            settings[name] = setting
+    return settings
+
+
+def _unknown(path: Path, shown: str, key: str, names: list[str]) -> UnknownKeyError:
+    for section, settings in sections().items():
+        if key in settings:
+            return UnknownKeyError(f"{path} sets {shown} in the wrong section", fix=f"move it to [{section}]")
+    near = difflib.get_close_matches(key, names, n=1)
+    fix = f"did you mean {near[0]}?" if near else f"known here: {', '.join(names)}"
+    return UnknownKeyError(f"{path} sets {shown}, which is not a setting", fix=fix)
+
+
+def to_toml(config: TrainConfig) -> str:
+    """The whole config as a TOML file that --config reads back to the same config."""
+    lines: list[str] = []
+    for section, settings in asdict(config).items():
+        lines.append(f"[{section}]")
+        # TOML has no null: a setting that is None is left out, which reads back as None.
+        lines += [f"{name} = {_value(value)}" for name, value in settings.items() if value is not None]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return repr(value)
+    # JSON's strings, numbers, booleans and arrays are TOML's too, but for DEL, which TOML wants escaped.
+    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def from_settings(settings: dict[str, Any]) -> TrainConfig:
+    """A config from settings without sections, as read_settings gives them."""
+    parts: dict[str, Any] = {}
+    for section, kind in get_type_hints(TrainConfig).items():
+        names = {f.name for f in fields(kind)}
+        inside = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items() if k in names}
+        parts[section] = kind(**inside)
+    return TrainConfig(**parts)
+
+
+def differences(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
+    """Settings that change what a step computes and are not the same: {name: (old, new)}."""
+    before, after = ({k: v for part in asdict(c).values() for k, v in part.items()} for c in (old, new))
+    return {k: (before[k], after[k]) for k in before if before[k] != after[k] and k not in FREE_TO_CHANGE}

@@ -1,0 +1,240 @@
+"""Which sequences step k takes, and a rank's share of them: arithmetic on (seed, step), nothing to store or resume.
+
+The training data is an endless stream: epoch after epoch, each visiting every item once in an order of its own. Step k
+takes the next `plan.sequences` items of that stream. The order comes from a keyed permutation that is computed item by
+item, so step one million costs what step zero does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from drumline.config.settings import BatchConfig
+from drumline.errors import ConfigError, DataError
+from drumline.data.tokens import TokenFile
+
+_ROUNDS = 8
+_MASK = (1 << 64) - 1
+
+
+def mix(*words: int) -> int:
+    """A 63-bit hash of whole numbers (splitmix64, chained): seeds one random draw, as mix(seed, step, micro_batch)."""
+    state = 0x9E3779B97F4A7C15
+    for word in words:
+        state = (state ^ (word & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+        state ^= state >> 27
+        state = state * 0x94D049BB133111EB & _MASK
+        state ^= state >> 31
+    return state >> 1
+
+
+def _scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64's finaliser, element by element; the arithmetic wraps at 64 bits."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def visit_order(positions: NDArray[np.int64], *, items: int, seed: int) -> NDArray[np.int64]:
+    """The item that each position of the endless stream visits.
+
+    positions: int64 (N,), any order; position p lies in epoch p // items
+    returns:   int64 (N,), each in [0, items)
+    """
+    epochs, places = np.divmod(positions, items)
+    keys = {epoch: mix(seed, epoch) for epoch in np.unique(epochs).tolist()}
+    key = np.array([keys[epoch] for epoch in epochs.tolist()], dtype=np.uint64)
+    # An unbalanced Feistel network permutes [0, 2^bits), the smallest power of two that holds all items; a value that
+    # falls outside is sent through again until it lands inside ("cycle walking"), which keeps it a permutation.
+    bits = max(2, (items - 1).bit_length())
+    low_bits = np.uint64(bits // 2)
+    low_mask = np.uint64((1 << (bits // 2)) - 1)
+    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    values = places.astype(np.uint64)
+    walking = np.ones(len(values), dtype=bool)
+    while walking.any():
+        low, high, round_key = values[walking] & low_mask, values[walking] >> low_bits, key[walking]
+        for turn in range(_ROUNDS):
+            round_key = _scramble(round_key + np.uint64(turn + 1))
+            if turn % 2:
+                low ^= _scramble(high ^ round_key) & low_mask
+            else:
+                high ^= _scramble(low ^ round_key) & high_mask
+        values[walking] = (high << low_bits) | low
+        walking = values >= np.uint64(items)
+    return values.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """A step is `micro_batches` micro-batches of `micro_batch` sequences, whoever computes them."""
+
+    micro_batch: int
+    micro_batches: int
+
+    @property
+    def sequences(self) -> int:
+        return self.micro_batch * self.micro_batches
+
+    def share(self, rank: int, world_size: int) -> range:
+        """The micro-batches that rank `rank` computes: a contiguous run; the first ranks take one more if uneven."""
+        if world_size > self.micro_batches:
+            raise ConfigError(
+                f"{world_size} ranks cannot share a step of {self.micro_batches} micro-batches "
+                f"(global_batch_size {self.sequences} / batch_size {self.micro_batch})",
+                fix="raise --global_batch_size, lower --batch_size, or start fewer ranks",
+            )
+        each, extra = divmod(self.micro_batches, world_size)
+        start = rank * each + min(rank, extra)
+        return range(start, start + each + (rank < extra))
+
+    def formula(self, world_size: int) -> str:
+        """How a step comes about, with the numbers: batch_size 8 x 4 ranks x 2 accumulated."""
+        shares = [len(self.share(rank, world_size)) for rank in range(world_size)]
+        if len(set(shares)) == 1:
+            return f"batch_size {self.micro_batch} x {world_size} ranks x {shares[0]} accumulated"
+        uneven = " + ".join(map(str, shares))
+        return f"batch_size {self.micro_batch} x {self.micro_batches} micro-batches ({uneven} on {world_size} ranks)"
+
+
+def plan_batches(batch: BatchConfig, *, default_batch_size: int, world_size: int) -> BatchPlan:
+    """Total = batch_size x world_size x gradient_accumulation_steps, or global_batch_size, cut into micro-batches."""
+    if batch.global_batch_size is None:
+        return BatchPlan(
+            micro_batch=batch.batch_size or default_batch_size,
+            micro_batches=world_size * (batch.gradient_accumulation_steps or 1),
+        )
+    if batch.gradient_accumulation_steps is not None:
+        raise ConfigError(
+            f"global_batch_size {batch.global_batch_size} and gradient_accumulation_steps "
+            f"{batch.gradient_accumulation_steps} both set the size of a step",
+            fix="give --global_batch_size or --gradient_accumulation_steps, not both",
+        )
+    total = batch.global_batch_size
+    size = batch.batch_size or max(d for d in range(1, min(default_batch_size, total) + 1) if total % d == 0)
+    if total % size:
+        raise ConfigError(
+            f"global_batch_size {total} is not a whole number of micro-batches of {size} sequences",
+            fix=f"use --global_batch_size {max(1, total // size) * size} or another --batch_size",
+        )
+    return BatchPlan(micro_batch=size, micro_batches=total // size)
+
+
+class Batches(Protocol):
+    """What the loop needs of its data."""
+
+    plan: BatchPlan
+    items: int
+    """Items (sequences, samples) of one epoch."""
+    weight: int
+    """What one item counts for in the loss: its tokens, or 1."""
+
+    def micro_batch(self, step: int, index: int) -> Any:
+        """The `index`-th micro-batch of step `step`, as tensors on the CPU."""
+
+    def names(self, step: int, index: int | None = None) -> list[str]:
+        """Where step `step`'s items, or those of one of its micro-batches, come from, for people."""
+
+
+def items_of(batches: Batches, seed: int, step: int, index: int | None = None) -> NDArray[np.int64]:
+    """The items of one micro-batch of a step, or of the whole step, in order."""
+    plan = batches.plan
+    start = step * plan.sequences + (index or 0) * plan.micro_batch
+    count = plan.sequences if index is None else plan.micro_batch
+    return visit_order(np.arange(start, start + count, dtype=np.int64), items=batches.items, seed=seed)
+
+
+SHORTER = 4
+"""How many short windows a window is read as, in the steps that do so."""
+
+
+class TokenBatches:
+    """Windows of `context` tokens from a token file; a window's targets are its tokens moved on by one.
+
+    Steps before `short_steps` read each window as four, one after the other, that do not see each other: the same
+    tokens and targets, in the same order.
+    """
+
+    short_steps = 0
+
+    def __init__(
+        self, tokens: TokenFile, plan: BatchPlan, *, context: int, seed: int, document_mask: bool = False
+    ) -> None:
+        self.plan = plan
+        self.items = (len(tokens) - 1) // context
+        self.weight = context
+        self._tokens, self._context, self._seed = tokens, context, seed
+        if self.items < 1:
+            raise DataError(
+                f"{tokens.path} has {len(tokens)} tokens, too few for one sequence of {context} and its next token",
+                fix="train on more text, or lower --context",
+            )
+        if document_mask and tokens.end_of_text is None:
+            raise ConfigError(
+                f"--document_mask needs the token that ends a document, and {tokens.path} does not say which it is",
+                fix="prepare the text with drumline, or leave out --document_mask",
+            )
+        self._end_of_text = tokens.end_of_text if document_mask else None
+
+    def micro_batch(self, step: int, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """inputs int64 (B, T), targets int64 (B, T), document ids int64 (B, T) or None"""
+        windows = items_of(self, self._seed, step, index).tolist()
+        inputs, targets, documents = window_batch(
+            self._tokens, windows, context=self._context, end_of_text=self._end_of_text
+        )
+        rows = (-1, self.context_of(step))
+        return inputs.reshape(rows), targets.reshape(rows), None if documents is None else documents.reshape(rows)
+
+    def context_of(self, step: int) -> int:
+        """Tokens that a sequence of this step has."""
+        return self._context // SHORTER if step < self.short_steps else self._context
+
+    def names(self, step: int, index: int | None = None) -> list[str]:
+        found: dict[str, None] = {}
+        for window in items_of(self, self._seed, step, index).tolist():
+            found |= dict.fromkeys(self._tokens.document_names(window * self._context, (window + 1) * self._context))
+        return list(found)
+
+
+def window_batch(
+    tokens: TokenFile, windows: Sequence[int], *, context: int, end_of_text: int | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Windows as (inputs, targets, document ids); a file's last window may be short: its missing targets are -100."""
+    rows = np.full((len(windows), context + 1), -100, dtype=np.int64)
+    for row, window in zip(rows, windows, strict=True):
+        read = tokens.read(window * context, min(len(tokens), (window + 1) * context + 1))
+        row[: len(read)] = read
+    block = torch.from_numpy(rows)  # (B, T + 1)
+    inputs, targets = block[:, :-1].clamp(min=0), block[:, 1:].contiguous()
+    documents = None
+    if end_of_text is not None:
+        # The end-of-text token still belongs to the document that it ends.
+        ends = (inputs == end_of_text).long()
+        documents = ends.cumsum(1) - ends
+    return inputs, targets, documents
+
+
+class DatasetBatches:
+    """Samples of any map-style Dataset, collated as torch's DataLoader does."""
+
+    def __init__(self, dataset: Dataset[Any] | Sequence[Any], plan: BatchPlan, *, seed: int) -> None:
+        self.plan = plan
+        self.items = len(dataset)  # type: ignore[arg-type]
+        self.weight = 1
+        self._dataset, self._seed = dataset, seed
+        if self.items < 1:
+            raise DataError("the dataset has no samples", fix="give Trainer a dataset whose len() is 1 or more")
+
+    def micro_batch(self, step: int, index: int) -> Any:
+        return default_collate([self._dataset[i] for i in items_of(self, self._seed, step, index).tolist()])
+
+    def names(self, step: int, index: int | None = None) -> list[str]:
+        return [f"sample {i}" for i in items_of(self, self._seed, step, index).tolist()]

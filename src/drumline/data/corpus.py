@@ -1,0 +1,185 @@
+"""A source's documents, parted into what is trained on and what is held out. Knows nothing of tokens.
+
+Held out is, in this order: another source, if one was named; the source's own validation split; some of its documents,
+chosen by their names; or, where that would be none of them, the end of the text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from drumline.errors import ConfigError
+from drumline.data.sources import Document, OnError, Skipped, documents, has_split, source_bytes, source_key
+
+LONGEST_DOCUMENT_BYTES = 1 << 20
+"""A longer document is cut at a line's end and becomes several, as a plain file is."""
+BREAK_CHARS = 100
+"""How far before the wanted place a cut may move to fall between two words."""
+
+Label = Literal["train", "valid"]
+Labelled = tuple[Label, Document]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Which text, and which of it is held out."""
+
+    source: str
+    field: str = "text"
+    on_error: OnError = "stop"
+    valid_source: str | None = None
+    valid_fraction: float = 0.02
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.valid_fraction < 1.0:
+            raise ConfigError(
+                f"valid_fraction {self.valid_fraction} is not a share below 1", fix="use --valid_fraction 0.02"
+            )
+
+    @cached_property
+    def ready_valid(self) -> tuple[str, str] | None:
+        """Source and split of validation data that needs no choosing."""
+        if self.valid_source is not None:
+            return self.valid_source, "validation" if has_split(self.valid_source, "validation") else "train"
+        return (self.source, "validation") if has_split(self.source, "validation") else None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether some of the source's own text is to be held out."""
+        return self.ready_valid is None and self.valid_fraction > 0
+
+    @property
+    def labels(self) -> tuple[Label, ...]:
+        return ("train", "valid") if self.ready_valid or self.chooses else ("train",)
+
+    def decides(self) -> list[str | float]:
+        """Everything that the documents and their labels depend on."""
+        valid: list[str | float] = [self.valid_fraction, self.seed]
+        if self.ready_valid:
+            valid = [source_key(self.ready_valid[0]), self.ready_valid[1]]
+        return [source_key(self.source), self.field, self.on_error, *valid]
+
+    def size_bytes(self) -> int | None:
+        """What there is to read on disk; None where nobody knows."""
+        train = source_bytes(self.source)
+        valid = source_bytes(*self.ready_valid) if self.ready_valid else 0
+        return None if train is None or valid is None else train + valid
+
+    def survey(
+        self, *, sample_bytes: int, on_bytes: Callable[[int], None], on_text: Callable[[int], None]
+    ) -> tuple[list[str], int | None]:
+        """The first `sample_bytes` of the training text, and where to cut the text if no document is held out.
+
+        Reads no further than it must: until the sample is full and one document was found that is held out.
+        """
+        sample: list[Document] = []
+        sampled_bytes = total_bytes = 0
+        found = not self.chooses
+        for index, document in enumerate(self._read(on_bytes=on_bytes) if sample_bytes or not found else ()):
+            size_bytes = utf8_bytes(document.text)
+            total_bytes += size_bytes
+            on_text(size_bytes)
+            if self._holds_out(index, document):
+                found = True
+            elif sampled_bytes < sample_bytes:
+                sample.append(document)
+                sampled_bytes += size_bytes
+            if found and sampled_bytes >= sample_bytes:
+                break
+        if found:
+            return [document.text for document in sample], None
+        cut_bytes = total_bytes - max(1, round(total_bytes * self.valid_fraction))
+        return [part.text for label, part in _split_at(sample, cut_bytes) if label == "train"], cut_bytes
+
+    def labelled(
+        self, *, cut_bytes: int | None, skipped: Skipped, on_bytes: Callable[[int], None]
+    ) -> Iterator[Labelled]:
+        """Every document with its label, none longer than LONGEST_DOCUMENT_BYTES. cut_bytes: what `survey` found."""
+        for label, document in self._whole(cut_bytes=cut_bytes, skipped=skipped, on_bytes=on_bytes):
+            for part in _cut(document):
+                yield label, part
+
+    def _whole(self, *, cut_bytes: int | None, skipped: Skipped, on_bytes: Callable[[int], None]) -> Iterator[Labelled]:
+        train = self._read(skipped=skipped, on_bytes=on_bytes)
+        if cut_bytes is not None:
+            yield from _split_at(train, cut_bytes)
+            return
+        for index, document in enumerate(train):
+            yield ("valid" if self._holds_out(index, document) else "train"), document
+        if self.ready_valid:
+            source, split = self.ready_valid
+            for document in self._read(source, split=split, skipped=skipped, on_bytes=on_bytes):
+                yield "valid", document
+
+    def _read(
+        self,
+        source: str | None = None,
+        *,
+        split: str = "train",
+        skipped: Skipped | None = None,
+        on_bytes: Callable[[int], None],
+    ) -> Iterator[Document]:
+        return documents(
+            source or self.source,
+            field=self.field,
+            on_error=self.on_error,
+            split=split,
+            skipped=skipped,
+            on_bytes=on_bytes,
+        )
+
+    def _holds_out(self, index: int, document: Document) -> bool:
+        """Decided by seed and name alone, but the first is never held out: there must be something to train on."""
+        if not self.chooses or index == 0:
+            return False
+        # By its name within the source: where the source lies, and how its path is written, must not matter.
+        within = document.name.removeprefix(self.source).lstrip("/")
+        name = f"{self.seed}\0{within}".encode(errors="backslashreplace")
+        draw = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
+        return draw < self.valid_fraction * 2**64
+
+
+def utf8_bytes(text: str) -> int:
+    """How long a text is in UTF-8."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _split_at(whole: Iterable[Document], cut_bytes: int) -> Iterator[Labelled]:
+    """Train on the first `cut_bytes` of the text, a few less where that spares a word, and hold out the rest."""
+    left_bytes = cut_bytes
+    for document in whole:
+        size_bytes = utf8_bytes(document.text)
+        if size_bytes <= left_bytes:
+            yield "train", document
+        elif left_bytes <= 0:
+            yield "valid", document
+        else:
+            end = len(document.text.encode()[:left_bytes].decode(errors="ignore"))
+            space = document.text.rfind(" ", max(1, end - BREAK_CHARS), end)
+            end = space if space > 0 else end
+            if end:
+                yield "train", Document(document.name, document.text[:end])
+            yield "valid", Document(document.name, document.text[end:])
+        left_bytes -= size_bytes
+
+
+def _cut(document: Document) -> Iterator[Document]:
+    """The document itself, or parts of it that are not too long, numbered from 1."""
+    size_bytes = utf8_bytes(document.text)
+    if size_bytes <= LONGEST_DOCUMENT_BYTES:
+        yield document
+        return
+    most_chars = len(document.text) * LONGEST_DOCUMENT_BYTES // size_bytes
+    start = number = 0
+    while start < len(document.text):
+        number += 1
+        end = start + most_chars
+        if end < len(document.text):
+            end = document.text.rfind("\n", start, end) + 1 or end
+        yield Document(f"{document.name}#{number}", document.text[start:end])
+        start = end

@@ -1,0 +1,232 @@
+"""Look at this machine as a place to train: all of it in a few seconds, or the quick part before every run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from drumline.doctor import gpus
+
+from drumline.doctor import machine
+from drumline.network.interfaces import find_cards, find_infiniband, gloo_address
+from drumline.config.settings import Device, Dtype, GPTConfig, TrainConfig
+from drumline.errors import DrumlineError
+from drumline.doctor.finding import Finding
+from drumline.config.presets import gpt_config, with_preset
+from drumline.doctor.environment import BETWEEN_RANKS, Facts, check_variables
+
+if TYPE_CHECKING:  # it has torch, and a machine whose torch does not load is to be told so
+    from drumline.parallel.world import Place
+
+_ENDING = frozenset({"GLOO_SOCKET_IFNAME", "MASTER_PORT", "OMP_NUM_THREADS"})
+"""Variables without a right value of which no rank gets to its first step."""
+
+
+def all_findings(folder: Path, environ: Mapping[str, str], *, several_hosts: bool = False) -> list[Finding]:
+    """Everything there is to say of this machine, and of a folder as the place of a run."""
+    limits = machine.read_limits()
+    cores, cards, ports = machine.read_cores(), find_cards(), find_infiniband()
+    smis, installed = gpus.read_smi(), gpus.installed_gpus()
+    compiler = machine.find_compiler(environ.get("CXX"))
+    threads = environ.get("OMP_NUM_THREADS", "")
+    facts = Facts(
+        cards=cards,
+        cores=cores,
+        gpus=len(smis) or installed,
+        infiniband=sorted({port.card for port in ports}),
+        several_hosts=several_hosts,
+    )
+    if "RANK" in environ:  # whoever started this rank listens at MASTER_PORT itself
+        facts = replace(facts, port_is_free=lambda port: True)
+    return [
+        machine.check_system(
+            cores=psutil.cpu_count() or cores,
+            allowed_cores=min(cores, limits[0]),
+            threads=int(threads) if threads.isdigit() else None,
+            memory_bytes=psutil.virtual_memory().total,
+            limit_bytes=limits[1],
+        ),
+        Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}"),
+        *_torch(environ, smis, installed=len(smis) or installed),
+        machine.check_compiler(compiler, machine.read_compiler(compiler), wanted=environ.get("CXX")),
+        machine.check_disk(
+            machine.measure_disk(folder, speed=True),
+            needed_bytes=2 * machine.EXAMPLE_CHECKPOINT_BYTES,
+            what_for="two checkpoints of GPT-2 124M take",
+        ),
+        *_shared_memory(machine.SHARED_BYTES),
+        machine.check_open_files(*machine.read_open_files()),
+        machine.check_clock(time.time(), synchronised=machine.read_synchronised()),
+        *machine.check_cards(cards, name=socket.gethostname(), own_address=gloo_address({}, cards)),
+        *machine.check_infiniband(ports, several_hosts=several_hosts),
+        *check_variables(environ, facts),
+    ]
+
+
+def _torch(environ: Mapping[str, str], smis: list[gpus.Smi], *, installed: int) -> list[Finding]:
+    """torch, and what it computes on; only what is wrong with it where it does not even load."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        why = " ".join(str(error).split())
+        return [Finding("torch", "failed", f"cannot be loaded: {why}", "pip install --force-reinstall torch")]
+    cuda = torch.version.cuda
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and torch.distributed.is_nccl_available() else "none"  # type: ignore[no-untyped-call]
+    on_cpu = gpus.check_cpu_products(gpus.cpu_products())  # first: it forks, which a process that uses a GPU should not
+    trouble = gpus.cuda_trouble() if cuda else ""
+    found = [
+        machine.check_torch(str(torch.__version__), cuda=cuda, nccl=nccl),
+        gpus.check_cuda(built_for=cuda, trouble=trouble, installed=installed, environ=environ),
+        *(gpus.look_at_gpus(environ, smis) if cuda and not trouble else []),
+        on_cpu,
+    ]
+    if torch.backends.mps.is_available():
+        found.append(Finding("MPS", "ok", "Apple's GPU is what --device auto takes"))
+    return found
+
+
+def quick_findings(
+    environ: Mapping[str, str],
+    *,
+    folder: Path | None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    compiles: bool = False,
+    ranks: int = 1,
+    several_hosts: bool = False,
+    needed_bytes: int = 0,
+) -> list[Finding]:
+    """What can be told at once; failed is only what no run of this kind survives.
+
+    folder:       where the run will lie; None: another host's business
+    ranks:        processes that will be started here; 0: this one trains
+    needed_bytes: what the run will keep on disk; 0: not known
+    """
+    installed = 0 if device == "cpu" else gpus.installed_gpus()
+    facts = Facts(
+        cards=find_cards(),
+        cores=machine.read_cores(),
+        gpus=installed,
+        infiniband=sorted({port.card for port in find_infiniband()}),
+        several_hosts=several_hosts,
+        compiles=compiles,
+        resolves=lambda host: True,  # may take its time; who cannot find rank 0 says so
+        port_is_free=lambda port: True,  # the launcher takes another
+    )
+    found = [machine.check_open_files(*machine.read_open_files())]
+    if folder is not None:
+        found.append(_room(folder, needed_bytes, several_hosts=several_hosts))
+    if ranks > 0:  # without GPUs only snapshots lie there, and whether there is room for those the run itself says
+        found += _shared_memory(machine.SHARED_BYTES if installed else 0)
+    if device == "cuda":
+        found.append(_cuda(environ, installed))
+    if dtype == "bfloat16" and _on_cpu(device):
+        found.append(gpus.check_cpu_products(gpus.cpu_products(), needed=True))
+    if compiles:
+        wanted = environ.get("CXX")
+        found.append(machine.check_compiler(machine.find_compiler(wanted), wanted=wanted, needed=True))
+    for finding in check_variables(environ, facts):
+        ends = finding.check in _ENDING and ranks > 0
+        found.append(finding if ends or finding.state != "failed" else replace(finding, state="warning"))
+    return found
+
+
+def _room(folder: Path, needed_bytes: int, *, several_hosts: bool) -> Finding:
+    finding = machine.check_disk(
+        machine.measure_disk(folder, speed=False),
+        needed_bytes=max(0, needed_bytes - _held_bytes(folder)),
+        what_for="the run's checkpoints will take about",
+    )
+    # A run that is there goes on even where nothing can be saved, and only one host of several keeps the folder.
+    survives = several_hosts or (folder / ".lock").exists()
+    return replace(finding, state="warning") if finding.state == "failed" and survives else finding
+
+
+def _held_bytes(folder: Path) -> int:
+    try:
+        return sum(file.stat().st_size for file in folder.glob("checkpoints/step-*/*"))
+    except OSError:
+        return 0
+
+
+def _cuda(environ: Mapping[str, str], installed: int) -> Finding:
+    import torch
+
+    return gpus.check_cuda(
+        built_for=torch.version.cuda,
+        trouble=gpus.cuda_trouble() if torch.version.cuda else "",
+        installed=installed,
+        environ=environ,
+        needed=True,
+    )
+
+
+def _on_cpu(device: Device) -> bool:
+    import torch
+
+    return device == "cpu" or (
+        device == "auto" and not torch.cuda.is_available() and not torch.backends.mps.is_available()
+    )
+
+
+def _shared_memory(needed_bytes: int) -> list[Finding]:
+    if sys.platform != "linux":
+        return []
+    return [machine.check_shared_memory(*machine.read_shared_memory(), needed_bytes=needed_bytes)]
+
+
+def findings_before(config: TrainConfig, place: Place, *, ranks: int) -> list[Finding]:
+    """The quick part for a run that is about to start.
+
+    place: of this process, where a launcher started it
+    ranks: processes to be started here; 0: this one trains
+    """
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return []
+    alone = ranks == 0 and place.size == 1
+    return quick_findings(
+        {name: value for name, value in os.environ.items() if not (alone and name.startswith(BETWEEN_RANKS))},
+        folder=Path(config.run.run_dir or "runs") if place.rank == 0 else None,
+        device=config.run.device,
+        dtype=config.run.dtype,
+        compiles=config.run.compile,
+        ranks=ranks,
+        several_hosts=config.ranks.hosts != (1, 1),
+        needed_bytes=checkpoint_bytes(config) * (config.run.keep_checkpoints + config.run.keep_best + 1),
+    )
+
+
+def checkpoint_bytes(config: TrainConfig) -> int:
+    """About the size of a run's checkpoints; 0 for models that are not ours, and for settings that will be refused."""
+    try:
+        config = with_preset(config)
+        shape = gpt_config(config.model, vocab_size=config.data.vocab_size or 1)
+    except DrumlineError:
+        return 0
+    if config.model.model != "gpt":
+        return 0
+    blocks, others = _parameters(shape)
+    by_muon = config.optim.optimizer == "muon"  # it keeps one number a weight where AdamW keeps two
+    return (2 if by_muon else 3) * 4 * blocks + 3 * 4 * others
+
+
+def _parameters(shape: GPTConfig) -> tuple[int, int]:
+    """Weights of the blocks' matrices and of all others, without norms and biases.
+
+    Asking the model itself would take a second to load it.
+    """
+    width, kv_width = shape.d_model, shape.kv_heads * shape.head_width
+    block = 2 * width * (width + kv_width) + (3 if shape.activation == "swiglu" else 2) * width * shape.d_ff
+    positions = shape.max_position_embeddings * width if shape.positions == "learned" else 0
+    tables = (1 if shape.tie_embeddings else 2) * shape.vocab_size * width
+    value_tables = min(shape.value_tables, (shape.n_layers + 1) // 2)
+    return shape.n_layers * block, positions + tables + value_tables * shape.vocab_size * kv_width

@@ -1,0 +1,303 @@
+"""Checks several hosts together: they meet, tell each other what they are, try every way between them, and reduce.
+
+Each host does the same; the first one calls the roll, judges, and its findings are everyone's. Every wait has an end,
+so that whatever is broken is told and never waited for.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from drumline.network.interfaces import is_loopback
+from drumline.doctor.finding import Finding
+from drumline.doctor.hosts.alike import compare_data
+from drumline.doctor.hosts.judge import judge
+from drumline.doctor.hosts.look import LOOK_S, look_at, peers
+from drumline.doctor.hosts.meet import CheckEndedError, Gathering, Messenger, meet
+from drumline.doctor.hosts.report import HostFacts, Sight, data_hashes, label, own_facts
+from drumline.doctor.hosts.collectives import CollectiveBackend, Links, judge_links, measure, merged
+from drumline.network.probe import ProbeServer, resolve, within
+
+_LOOKS_S, _LINKS_S, _SLACK_S, _GRACE_S = 30.0, 90.0, 15.0, 8.0
+_SAY_S, _WAIT_S, _GOODBYE_S = 5.0, 0.05, 15.0
+_HASH_S, _HASH_BYTES_PER_S = 60.0, 10e6
+"""How long hosts may take to hash their data: slow disks, and those of a network, are no fault."""
+
+
+@dataclass(frozen=True)
+class HostsReport:
+    """What came of it; the same on every host that met the others."""
+
+    findings: tuple[Finding, ...] = ()
+    links: tuple[Links, ...] = ()
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Of the hosts that met, by number."""
+    tells: bool = False
+    """Whether this process is the one to print it: the first host, or one that never met the others."""
+
+
+def check_hosts(
+    gathering: Gathering,
+    *,
+    say: Callable[[str], None],
+    patience_s: float = 30.0,
+    data: Sequence[Path] = (),
+    collectives: bool = True,
+    clock: Callable[[], float] = time.time,
+) -> HostsReport:
+    """Check this host together with the others; each of them calls this.
+
+    patience_s: how long hosts that are not there yet are waited for; data: files and folders that should be alike
+    """
+    if gathering.spare:
+        return HostsReport()
+    try:
+        check = _Check(gathering, say=say, patience_s=patience_s)
+        return check.run(data, collectives=collectives, clock=clock)
+    except CheckEndedError as ended:
+        return HostsReport((ended.finding,), tells=True)
+
+
+class _Check:
+    """One host's part."""
+
+    def __init__(self, gathering: Gathering, *, say: Callable[[str], None], patience_s: float) -> None:
+        self._gathering = gathering
+        self._say = say
+        self._patience_s = patience_s
+        self._messenger = Messenger(meet(gathering, patience_s=patience_s, say=say), gathering.address)
+
+    def run(self, data: Sequence[Path], *, collectives: bool, clock: Callable[[], float]) -> HostsReport:
+        own = own_facts(self._number(), os.environ, data=data)
+        findings, links, fit = list[Finding](), list[Links](), False
+        with ProbeServer(own.addresses, clock=clock) as server:
+            own = replace(own, token=server.token, ports=server.ports)
+            self._messenger.post(f"facts/{own.number}", own.as_dict())
+            hosts, attendance = self._gather(own)
+            findings.append(attendance)
+            if len(hosts) > 1:
+                seen, fit = self._look_around(own, hosts, data, clock)
+                findings += seen
+        if fit and collectives:
+            told, links = self._reduce_together(own, hosts)
+            findings += told
+        names = {each.number: label(each, hosts) for each in hosts}
+        silent = {finding.host for finding in findings if finding.check == "meeting"}
+        self._part(own, [number for number, name in names.items() if name not in silent])
+        return HostsReport(tuple(findings), tuple(links), names, tells=self._gathering.leads)
+
+    def _number(self) -> int:
+        if self._gathering.number is not None:
+            return self._gathering.number
+        if self._gathering.leads:
+            return 0
+        number = self._messenger.count("arrivals")
+        if number >= self._gathering.hosts:
+            host, expected = socket.gethostname(), self._gathering.hosts
+            what = f"{host} came as host {number + 1} of {expected}: a host came twice, or more are there than expected"
+            fix = replace(self._gathering, hosts=number + 1, names=()).again
+            raise CheckEndedError(Finding("meeting", "failed", what, fix, host))
+        return number
+
+    def _gather(self, own: HostFacts) -> tuple[list[HostFacts], Finding]:
+        """The hosts that came, and whether those are all."""
+        until = time.monotonic() + self._patience_s
+        if self._gathering.leads:
+            hosts = [self._facts(number) for number in self._call_the_roll(until)]
+            attendance = self._attendance(hosts)
+            came = [each.number for each in hosts]
+            self._messenger.post("roster", {"came": came, "attendance": attendance.as_dict()})
+            return hosts, attendance
+        roster = self._from_leader("roster", until=until + _SLACK_S)
+        if own.number not in roster["came"]:
+            what = f"{own.host} came after the others had stopped waiting"
+            fix = f"{self._gathering.again} --patience {max(60.0, 2 * self._patience_s):.0f}"
+            raise CheckEndedError(Finding("meeting", "failed", what, fix, own.host))
+        return [self._facts(number) for number in roster["came"]], Finding(**roster["attendance"])
+
+    def _facts(self, number: int) -> HostFacts:
+        return HostFacts.from_dict(self._messenger.read(f"facts/{number}"))
+
+    def _call_the_roll(self, until: float) -> list[int]:
+        expected, say_at = range(self._gathering.hosts), time.monotonic() + _SAY_S
+        while True:
+            came = [number for number in expected if self._messenger.has(f"facts/{number}")]
+            if len(came) == len(expected) or time.monotonic() > until:
+                return came
+            if time.monotonic() > say_at:
+                self._say(f"{len(came)} of {len(expected)} hosts are here; waiting for the others")
+                say_at += 2 * _SAY_S
+            time.sleep(_WAIT_S)
+
+    def _missing(self, hosts: Sequence[HostFacts]) -> str:
+        """Who did not come; empty where that cannot be told."""
+        names = self._gathering.names
+        gone = sorted(set(range(self._gathering.hosts)) - {each.number for each in hosts})
+        if self._gathering.number is not None:
+            return ", ".join(names[number] if names else f"host {number}" for number in gone)
+        known = {word for each in hosts for word in (each.host, each.host.partition(".")[0], *each.addresses)}
+        unseen = [name for name in names if known.isdisjoint(_meanings(name))]
+        return ", ".join(unseen) if len(unseen) == len(gone) else ""
+
+    def _attendance(self, hosts: Sequence[HostFacts]) -> Finding:
+        expected, where = self._gathering.hosts, self._gathering.where
+        here = ", ".join(label(each, hosts) for each in hosts)
+        if len(hosts) == expected:
+            return Finding("meeting", "ok", f"{expected} hosts met at {where}: {here}")
+        missing, address = self._missing(hosts), self._gathering.address
+        came = f"{len(hosts)} of {expected} hosts came to {where} within {self._patience_s:.0f} s"
+        means = resolve(address)
+        if len(hosts) == 1 and address != here and means and all(map(is_loopback, means)):
+            what = f"{came}: {address} is {here} itself there, and every other host itself elsewhere"
+            own = next(iter(hosts[0].addresses), "ADDRESS")
+            return Finding("name", "failed", what, self._gathering.moved(own, self._gathering.port), here)
+        fix = f"start the same check there too; if it runs there: nc -vz {address} {self._gathering.port}"
+        what = f"{came}: {here}; missing: {missing or f'{expected - len(hosts)} more'}"
+        return Finding("meeting", "failed", what, fix, missing)
+
+    def _look_around(
+        self, own: HostFacts, hosts: Sequence[HostFacts], data: Sequence[Path], clock: Callable[[], float]
+    ) -> tuple[list[Finding], bool]:
+        """What everyone saw of everyone, judged; and whether it makes sense to try collectives."""
+        until, sights = time.monotonic() + min(_LOOKS_S, (len(hosts) - 2) * LOOK_S), list[Sight]()
+        for target in peers(own, hosts):
+            if not sights or time.monotonic() < until:
+                sights += look_at(own, target, clock=clock)
+        self._messenger.post(f"sights/{own.number}", [sight.as_dict() for sight in sights])
+        self._post_data(own, hosts, data)
+        until += LOOK_S + _GRACE_S
+        if not self._gathering.leads:
+            verdict = self._from_leader("verdict", until=until + _hashing_s(hosts) + _SLACK_S)
+            return [Finding(**finding) for finding in verdict["findings"]], verdict["fit"]
+        told, silent = self._collect("sights", hosts, until=until)
+        sights = [Sight(**sight) for each in told.values() for sight in each]
+        about_data = self._judge_data([each for each in hosts if each.number in told], until + _hashing_s(hosts))
+        findings = [*silent, *judge(hosts, sights), *about_data]
+        all_answer = not any(finding.check == "meeting" for finding in findings)
+        fit = all_answer and not any(sight.why or sight.stalled for sight in sights)
+        self._messenger.post("verdict", {"findings": [finding.as_dict() for finding in findings], "fit": fit})
+        return findings, fit
+
+    def _post_data(self, own: HostFacts, hosts: Sequence[HostFacts], data: Sequence[Path]) -> None:
+        """Tell what data is here. This host is not missed meanwhile, however long it reads: it has come already."""
+        if _hashing_s(hosts):
+            found = {name: digest for path in data for name, digest in data_hashes(path).items()}
+            self._messenger.post(f"data/{own.number}", found)
+
+    def _judge_data(self, hosts: Sequence[HostFacts], until: float) -> list[Finding]:
+        if not _hashing_s(hosts):
+            return []
+        told, silent = self._collect("data", hosts, until=until, doing="hashing data")
+        return [*silent, *compare_data(hosts, told)]
+
+    def _reduce_together(self, own: HostFacts, hosts: Sequence[HostFacts]) -> tuple[list[Finding], list[Links]]:
+        findings, links = [], []
+        backends: list[CollectiveBackend] = ["gloo", "nccl"] if all(each.nccl for each in hosts) else ["gloo"]
+        for backend in backends:
+            self._messenger.post(f"links/{backend}/{own.number}", self._measure(own, hosts, backend))
+            until = time.monotonic() + _LINKS_S + _SLACK_S
+            if self._gathering.leads:
+                found, measured = self._judge_links(backend, hosts, until)
+                told = {
+                    "findings": [finding.as_dict() for finding in found],
+                    "links": measured.as_dict() if measured else None,
+                }
+                self._messenger.post(f"links/{backend}", told)
+            told = self._from_leader(f"links/{backend}", until=until + _SLACK_S)
+            findings += [Finding(**finding) for finding in told["findings"]]
+            links += [Links.from_dict(told["links"])] if told["links"] else []
+        return findings, links
+
+    def _measure(self, own: HostFacts, hosts: Sequence[HostFacts], backend: CollectiveBackend) -> dict[str, Any]:
+        numbers = [each.number for each in hosts]
+        try:
+            return within(_LINKS_S, lambda: measure(self._messenger.store, numbers, own.number, backend)).as_dict()
+        except (RuntimeError, TimeoutError) as error:
+            return {"error": str(error).splitlines()[0][:300]}
+
+    def _judge_links(
+        self, backend: CollectiveBackend, hosts: Sequence[HostFacts], until: float
+    ) -> tuple[list[Finding], Links | None]:
+        told, findings = self._collect(f"links/{backend}", hosts, until=until)
+        names = {each.number: label(each, hosts) for each in hosts}
+        cards = {each.number: each.cards[0].name for each in hosts if each.cards}
+        errors = {number: each["error"] for number, each in told.items() if "error" in each}
+        if not findings:  # whoever lost a host that is silent now only tells of that
+            findings += [_failed(backend, names[number], error, cards.get(number)) for number, error in errors.items()]
+        if findings:
+            return findings, None
+        links = merged([Links.from_dict(each) for each in told.values()])
+        return judge_links(links, names, cards), links
+
+    def _collect(
+        self, key: str, hosts: Sequence[HostFacts], *, until: float, doing: str = ""
+    ) -> tuple[dict[int, Any], list[Finding]]:
+        """What each host left under a key, and a finding for each that left nothing.
+
+        doing: what keeps those who left nothing yet
+        """
+        told: dict[int, Any] = {}
+        say_at = time.monotonic() + _SAY_S
+        until = max(until, time.monotonic() + _GRACE_S)  # this host may have been late itself
+        while len(told) < len(hosts) and time.monotonic() < until:
+            for each in hosts:
+                if each.number not in told and self._messenger.has(f"{key}/{each.number}"):
+                    told[each.number] = self._messenger.read(f"{key}/{each.number}")
+                    if "error" in told[each.number]:  # the others have one as well by now, or are gone
+                        until = min(until, time.monotonic() + _GRACE_S)
+            if doing and time.monotonic() > say_at:
+                busy = ", ".join(label(each, hosts) for each in hosts if each.number not in told)
+                self._say(f"waiting for {busy}: {doing}")
+                say_at += 2 * _SAY_S
+            time.sleep(_WAIT_S)
+        silent = []
+        for each in hosts:
+            if each.number not in told:
+                name = label(each, hosts)
+                what = f"{name} came, and then stopped answering{f' while {doing}' if doing else ''}"
+                fix = f"ping -c 3 {next(iter(each.addresses), each.host)}"
+                silent.append(Finding("meeting", "failed", what, fix, name))
+        return told, silent
+
+    def _from_leader(self, key: str, *, until: float) -> Any:
+        found = self._messenger.wait(key, until=until)
+        if found is None:
+            where = self._gathering.address
+            what = f"the first host, which judges, stopped answering ({self._gathering.where} still does)"
+            raise CheckEndedError(Finding("meeting", "failed", what, f"ping -c 3 {where}", where))
+        return found
+
+    def _part(self, own: HostFacts, others: Sequence[int]) -> None:
+        """Whoever keeps the store goes last: a slow host still reads there what was found."""
+        if not self._gathering.keeps:
+            self._messenger.post(f"left/{own.number}", True)
+            return
+        until = time.monotonic() + _GOODBYE_S
+        for number in others:
+            if number != own.number:
+                self._messenger.wait(f"left/{number}", until=until)
+
+
+def _hashing_s(hosts: Sequence[HostFacts]) -> float:
+    """How long to wait for the data of these hosts; 0 where none is compared."""
+    if not any(each.data_paths for each in hosts):
+        return 0.0
+    return _HASH_S + max(each.hashed_bytes for each in hosts) / _HASH_BYTES_PER_S
+
+
+def _meanings(name: str) -> set[str]:
+    """All that a host which was given as [USER@]NAME may call itself."""
+    bare = name.rpartition("@")[2]
+    return {bare, bare.partition(".")[0], *resolve(bare)}
+
+
+def _failed(backend: CollectiveBackend, host: str, error: str, card: str | None) -> Finding:
+    what = f"{backend} fails on {host}, though plain connections work: {error}"
+    variables = "GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME"
+    return Finding(backend, "failed", what, f"export {variables}={card or 'eth0'}", host)

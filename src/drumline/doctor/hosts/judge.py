@@ -1,0 +1,328 @@
+"""From what hosts told of themselves and saw of each other to findings: which host, which cause, which line to type.
+
+Pure: no socket, no clock, no machine. Where a fault could lie at either end, the end that all faulty pairs have in
+common is named; two hosts alone have no such end, and the one whose packets are lost is named.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+
+from drumline.network.interfaces import Card, card_of, is_loopback
+from drumline.doctor.finding import Finding
+from drumline.doctor.hosts.alike import compare_versions
+from drumline.doctor.hosts.report import HostFacts, Sight, label
+
+_SKEW_S = 1.0
+"""Torch's rendezvous takes a host for dead that is a few seconds off."""
+_LOST_SHARE, _LOST_SEGMENTS = 0.003, 6
+_SLOWER, _SLOWER_S = 3.0, 1e-3
+_REASONS = {
+    "timed out": "packets are dropped",
+    "refused": "the connection is refused",
+    "no route": "there is no route",
+    "unreachable": "no route to host: it is off that network, or a firewall rejects it",
+    "forbidden": "this host's own firewall forbids it",
+    "silent": "the connection opens and nothing answers",
+    "unresolved": "it does not resolve",
+}
+
+
+def judge(hosts: Sequence[HostFacts], sights: Sequence[Sight]) -> list[Finding]:
+    """All findings about hosts that met; the same for the same reports, in the order in which to mend them."""
+    view = _View(hosts, sights)
+    return [
+        *_addresses(view),
+        *_reach(view),
+        *_names(view),
+        *_packets(view),
+        *_loss(view),
+        *_latency(view),
+        *_cards(view),
+        *_clocks(view),
+        *compare_versions(hosts),
+    ]
+
+
+class _View:
+    """The reports, with the questions that judging asks of them."""
+
+    def __init__(self, hosts: Sequence[HostFacts], sights: Sequence[Sight]) -> None:
+        self.hosts = {facts.number: facts for facts in hosts}
+        self.sights = [sight for sight in sights if {sight.source, sight.target} <= self.hosts.keys()]
+        self.name = {facts.number: label(facts, hosts) for facts in hosts}
+
+    def names(self, numbers: Iterable[int]) -> str:
+        return ", ".join(self.name[number] for number in sorted(set(numbers)))
+
+    def card(self, number: int) -> Card | None:
+        """The card that a host's traffic takes: most of it, where it takes several."""
+        own = Counter(sight.own_address for sight in self.sights if sight.source == number and sight.own_address)
+        facts = self.hosts[number]
+        address = own.most_common(1)[0][0] if own else facts.gloo
+        return (card_of(address, facts.cards) if address else None) or next(iter(facts.cards), None)
+
+    def card_name(self, number: int) -> str:
+        card = self.card(number)
+        return card.name if card else "eth0"
+
+    def at_fault(self, pairs: Collection[tuple[int, int]]) -> int | None:
+        """The one host that all of these pairs have in common, if others are there that have no such trouble."""
+        common = set.intersection(*({*pair} for pair in pairs)) if pairs else set()
+        peers = {number for pair in pairs for number in pair} - common
+        return common.pop() if len(common) == 1 and len(peers) > 1 else None
+
+
+def _addresses(view: _View) -> list[Finding]:
+    """Hosts that announce an address where the others do not find them, though they are found elsewhere."""
+    found = []
+    for number, facts in view.hosts.items():
+        for use in ("gloo", "nccl"):
+            sights = [sight for sight in view.sights if sight.target == number and sight.use == use]
+            bad = [sight for sight in sights if sight.why]
+            announced = facts.announced(use)
+            nowhere = announced is None or is_loopback(announced)
+            answering = Counter(sight.other for sight in bad if sight.other)
+            if not bad or not (nowhere or answering):
+                continue
+            better = answering.most_common(1)[0][0] if answering else next(iter(facts.addresses), "")
+            card = card_of(better, facts.cards)
+            name = card.name if card else "eth0"
+            at = (
+                f"announces {announced}{_on(facts, announced)} to {use}" if announced else f"finds no address for {use}"
+            )
+            reason = "" if nowhere else f": {_REASONS[bad[0].why]}"
+            cannot = f", where {view.names(sight.source for sight in bad)} cannot reach it{reason}" if announced else ""
+            answers = f"; {better} ({name}) answers" if answering else ""
+            both = f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
+            fix = both if use == "gloo" else f"export NCCL_SOCKET_IFNAME={name}"
+            found.append(
+                Finding("interface", "failed", f"{view.name[number]} {at}{cannot}{answers}", fix, view.name[number])
+            )
+    return found
+
+
+def _reach(view: _View) -> list[Finding]:
+    """Pairs of hosts of which one reaches no address of the other at all."""
+    lost = {(sight.source, sight.target): sight for sight in view.sights if not sight.reached}
+    tried = {(sight.source, sight.target) for sight in view.sights}
+    found = []
+    for source in view.hosts:
+        targets = [target for each, target in tried if each == source]
+        mine = [(source, target) for target in targets]
+        reached_by_others = all(
+            any((each, target) in tried - lost.keys() for each in view.hosts if each != source) for target in targets
+        )
+        if len(targets) > 1 and all(pair in lost for pair in mine) and reached_by_others:
+            reason = _REASONS[lost[mine[0]].why]
+            what = f"{view.name[source]} reaches no other host, and they reach each other: {reason}"
+            fix = f"ufw allow out on {view.card_name(source)}"
+            found.append(Finding("reach", "failed", what, fix, view.name[source]))
+            lost = {pair: sight for pair, sight in lost.items() if pair[0] != source}
+    for target, facts in view.hosts.items():
+        sights = [sight for pair, sight in lost.items() if pair[1] == target]
+        loopback = facts.gloo is None or is_loopback(facts.gloo)
+        if sights and not loopback:
+            found.append(_closed(view, facts, sights))
+    if not found and view.sights and all(sight.reached for sight in view.sights):
+        found.append(Finding("reach", "ok", f"all {len(view.hosts)} hosts reach each other in both directions"))
+    return found
+
+
+def _closed(view: _View, facts: HostFacts, sights: Sequence[Sight]) -> Finding:
+    name, first = view.name[facts.number], sights[0]
+    sources = view.names(sight.source for sight in sights)
+    if first.why == "no route":
+        what = f"{sources} has no route to {name} ({first.address})"
+        fix = f"ip route add {first.address} dev {view.card_name(first.source)}"
+        return Finding("reach", "failed", what, fix, view.name[first.source])
+    other_pairs = [sight for sight in view.sights if sight.target == facts.number and sight.reached]
+    what = (
+        f"{sources} cannot open connections to {name} ({first.address}{_on(facts, first.address)}) on the ports that "
+        f"collectives use: {_REASONS[first.why]}"
+    )
+    if len(sights) == 1 and first.own_address:
+        fix = f"ufw allow from {first.own_address}"
+    else:
+        card = card_of(first.address, facts.cards)
+        fix = f"ufw allow in on {card.name if card else view.card_name(facts.number)}"
+    if len(view.hosts) == 2 and first.why == "timed out":  # a third host would tell which end it is
+        what += f", there or where they leave {sources}"
+    if other_pairs:
+        what += f"; {view.names(sight.source for sight in other_pairs)} can"
+    return Finding("reach", "failed", what, fix, name)
+
+
+def _names(view: _View) -> list[Finding]:
+    """Host names that mean nothing, or another machine, on another host: torchrun announces names."""
+    wrong: dict[int, list[Sight]] = {}
+    for sight in view.sights:
+        target = view.hosts[sight.target]
+        alike = target.host == view.hosts[sight.source].host
+        if sight.use == "gloo" and not alike and sight.name_means not in target.addresses:
+            wrong.setdefault(sight.source, []).append(sight)
+    found = []
+    for source, sights in wrong.items():
+        lines, means = "", []
+        for sight in sights:
+            target = view.hosts[sight.target]
+            address = sight.other or (sight.address if not sight.why else next(iter(target.addresses), ""))
+            lines += f"{address} {target.host}\\n"
+            means.append(f"{target.host} " + (f"means {sight.name_means}" if sight.name_means else "does not resolve"))
+        what = f"on {view.name[source]} names of other hosts are not theirs: {', '.join(means)}"
+        found.append(Finding("name", "warning", what, f"printf '{lines}' >> /etc/hosts", view.name[source]))
+    return found
+
+
+def _packets(view: _View) -> list[Finding]:
+    """MTU black holes: small packets pass, large ones vanish without a word."""
+    holes = {(sight.source, sight.target): sight for sight in view.sights if sight.stalled}
+    if not holes:
+        whole = bool(view.sights) and all(sight.reached for sight in view.sights)
+        return [Finding("packets", "ok", "large packets pass between all hosts")] if whole else []
+    culprit = view.at_fault(holes)
+    found = []
+    for number in [culprit] if culprit is not None else sorted({source for source, _ in holes}):
+        mine = [sight for pair, sight in holes.items() if culprit is not None or pair[0] == number]
+        card, name = view.card(number), view.name[number]
+        mtu = card.mtu if card else 1500
+        limit = min((sight.largest_packet for sight in mine if sight.largest_packet), default=0)
+        peers = view.names({n for sight in mine for n in (sight.source, sight.target)} - {number})
+        way = f"between {name} and {peers}" if culprit is not None else f"from {name} to {peers}"
+        if limit >= mtu:
+            what = f"hardly anything sent {way} arrives: packets of every size are lost"
+            fix = f"ip -s link show dev {view.card_name(number)}"
+        else:
+            over = f"packets of more than {limit} bytes" if limit else "large packets"
+            what = f"MTU black hole: {over} {way} vanish while small ones pass ({view.card_name(number)} has mtu {mtu})"
+            fix = f"ip link set dev {view.card_name(number)} mtu {limit or 1400}"
+        found.append(Finding("packets", "failed", what, fix, name))
+    return found
+
+
+def _loss(view: _View) -> list[Finding]:
+    """Who had to send much again."""
+    lossy = {
+        (sight.source, sight.target): sight
+        for sight in view.sights
+        if not sight.stalled
+        and sight.retransmitted >= _LOST_SEGMENTS
+        and sight.retransmitted >= _LOST_SHARE * sight.segments
+    }
+    culprit = view.at_fault(lossy)
+    found = []
+    for number in [culprit] if culprit is not None else sorted({source for source, _ in lossy}):
+        mine = [sight for pair, sight in lossy.items() if culprit is not None or pair[0] == number]
+        again, segments = sum(each.retransmitted for each in mine), sum(each.segments for each in mine)
+        peers = view.names({n for sight in mine for n in (sight.source, sight.target)} - {number})
+        way = "between {} and {}" if culprit is not None else "from {} to {}"
+        what = (
+            f"packets {way.format(view.name[number], peers)} are lost: {again / max(1, segments):.1%} had to be sent "
+            f"again ({again:,} of {segments:,})"
+        )
+        fix = f"ip -s link show dev {view.card_name(number)}"
+        found.append(Finding("loss", "warning", what, fix, view.name[number]))
+    if not found and any(sight.segments for sight in view.sights):
+        found.append(Finding("loss", "ok", "no packets are lost"))
+    return found
+
+
+def slow_host(values: dict[tuple[int, int], float], *, at_least: float) -> tuple[int, float, float] | None:
+    """The host all of whose pairs are slow while those without it are not, with its least value and the others' median.
+
+    values: by pair of hosts, larger is slower; needs three hosts. at_least: a smaller difference is none
+    """
+    slowest: tuple[int, float, float] | None = None
+    for number in {number for pair in values for number in pair}:
+        own = [value for pair, value in values.items() if number in pair]
+        rest = [value for pair, value in values.items() if number not in pair]
+        if not rest:
+            continue
+        best, usual = min(own), statistics.median(rest)
+        if best > _SLOWER * usual and best - usual > at_least and (slowest is None or best > slowest[1]):
+            slowest = number, best, usual
+    return slowest
+
+
+def _latency(view: _View) -> list[Finding]:
+    trips: dict[tuple[int, int], float] = {}
+    for sight in view.sights:
+        if sight.rtt_s:
+            pair = (min(sight.source, sight.target), max(sight.source, sight.target))
+            trips[pair] = min(sight.rtt_s, trips.get(pair, sight.rtt_s))
+    if not trips:
+        return []
+    slow = slow_host(trips, at_least=_SLOWER_S)
+    if slow is not None:
+        number, own_s, usual_s = slow
+        what = (
+            f"{view.name[number]} is slow: a round trip to any other host takes at least {own_s * 1e3:.1f} ms, between "
+            f"the others {usual_s * 1e3:.2f} ms"
+        )
+        return [
+            Finding("latency", "warning", what, f"tc -s qdisc show dev {view.card_name(number)}", view.name[number])
+        ]
+    least_s, most_s = min(trips.values()), max(trips.values())
+    return [Finding("latency", "ok", f"a round trip takes {least_s * 1e3:.2f} to {most_s * 1e3:.2f} ms")]
+
+
+def _cards(view: _View) -> list[Finding]:
+    """The cards that traffic takes: told, and compared."""
+    used = {number: card for number in view.hosts if (card := view.card(number)) is not None}
+    found = []
+    usual = Counter(card.mtu for card in used.values())
+    # Of two hosts with different ones neither is usual: the smaller works for both.
+    mtu = max(usual, key=lambda each: (usual[each], -each), default=0)
+    speed = max((card.speed_mbit for card in used.values()), default=0)
+    for number, card in used.items():
+        name = view.name[number]
+        if card.mtu != mtu:
+            what = f"{name} has mtu {card.mtu} on {card.name}, the others {mtu}"
+            found.append(Finding("mtu", "warning", what, f"ip link set dev {card.name} mtu {mtu}", name))
+        if 0 < card.speed_mbit < speed:
+            what = f"{card.name} of {name} runs at {card.speed_mbit:,} Mbit/s, others at {speed:,}"
+            found.append(Finding("card", "warning", what, f"ethtool {card.name}", name))
+        if card.is_virtual:
+            real = next((each.name for each in view.hosts[number].cards if not each.is_virtual), "eth0")
+            what = f"traffic of {name} takes {card.name}, a virtual card"
+            fix = f"export GLOO_SOCKET_IFNAME={real} NCCL_SOCKET_IFNAME={real}"
+            found.append(Finding("card", "warning", what, fix, name))
+    kinds = dict.fromkeys((card.name, card.mtu) for card in used.values())
+    shown = [
+        f"{name} (mtu {mtu}) on {view.names(n for n, card in used.items() if (card.name, card.mtu) == (name, mtu))}"
+        for name, mtu in kinds
+    ]
+    return [*found, Finding("card", "ok", f"traffic takes {', '.join(shown)}")] if used else found
+
+
+def _clocks(view: _View) -> list[Finding]:
+    if not view.sights:
+        return []
+    first = min(view.hosts)
+    ahead = {first: 0.0}
+    for sight in view.sights:  # also told by others, where the first host could not ask
+        if sight.rtt_s and sight.target == first:
+            ahead.setdefault(sight.source, -sight.skew_s)
+        elif sight.rtt_s and sight.source == first:
+            ahead[sight.target] = sight.skew_s
+    # The first host's clock counts where there are two, the middle one where there are more.
+    right = 0.0 if len(ahead) < 3 else statistics.median(ahead.values())
+    found = []
+    for number, offset_s in ahead.items():
+        off_s = offset_s - right
+        if abs(off_s) > _SKEW_S:
+            direction = "ahead of" if off_s > 0 else "behind"
+            whom = view.name[first] if len(ahead) < 3 else "the others"
+            what = f"the clock of {view.name[number]} is {abs(off_s):.1f} s {direction} {whom}"
+            found.append(Finding("clock", "warning", what, "timedatectl set-ntp true", view.name[number]))
+    if not found and len(ahead) > 1:
+        spread_s = max(ahead.values()) - min(ahead.values())
+        found.append(Finding("clock", "ok", f"clocks differ by {spread_s * 1e3:.0f} ms at most"))
+    return found
+
+
+def _on(facts: HostFacts, address: str | None) -> str:
+    card = card_of(address, facts.cards) if address else None
+    return f" on {card.name}" if card else ""

@@ -1,0 +1,291 @@
+"""How hosts that are to be checked find each other, and why they do not: names, ports, programs in the way.
+
+They meet at a store of torch's, like the ranks of a run. Before that store is asked anything, plain sockets tell what
+is wrong with the way to it. Messages are cut into pieces that fit into any packet: where large packets vanish, the
+store must still work, to say so.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from drumline.network.interfaces import find_cards
+from drumline.parallel.world import find_place, slurm_hosts
+from drumline.config.settings import MEETING_PORT
+from drumline.errors import ConfigError
+from drumline.doctor.finding import Finding
+from drumline.elastic.leader import is_here
+from drumline.network.probe import Why, resolve, user_of, why_not, within
+
+T = TypeVar("T")
+
+_PIECE_BYTES = 300
+_ANSWER_S, _CONNECT_S, _RETRY_S, _LOOK_S, _SAY_S = 15.0, 3.0, 0.3, 0.05, 5.0
+
+
+class CheckEndedError(Exception):
+    """A check that cannot go on, and the finding that says why."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.what)
+        self.finding = finding
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathering:
+    """Where and how hosts meet to be checked, as one of them sees it."""
+
+    address: str
+    port: int
+    hosts: int
+    """How many are to come."""
+    keeps: bool
+    """Whether this host keeps the store."""
+    leads: bool
+    """Whether this host calls the roll, judges and tells: the first one."""
+    number: int | None = None
+    """This host's; None: in the order in which they come."""
+    spare: bool = False
+    """Another rank of this host does its part."""
+    names: tuple[str, ...] = ()
+    """Of all hosts, by number, where the launcher told."""
+    slurm: bool = False
+    """Whether srun started it."""
+    task: str = "check"
+    """What they meet for."""
+    attempt: str = "0"
+    """Sets apart what an earlier attempt left in a store that outlives it."""
+
+    @property
+    def where(self) -> str:
+        return f"{self.address}:{self.port}"
+
+    def moved(self, address: str, port: int) -> str:
+        """What to type to meet elsewhere."""
+        if self.number is None:
+            return replace(self, address=address, port=port).again
+        return f"on every host: export MASTER_ADDR={address} MASTER_PORT={port}"
+
+    @property
+    def again(self) -> str:
+        """What to type to check the hosts once more; flags of the doctor's may follow."""
+        if self.slurm:
+            return "srun drumline doctor"
+        if self.number is None:
+            names = f" --names {','.join(self.names)}" if self.names else ""
+            return f"on every host: drumline doctor --nnodes {self.hosts} --rdzv_endpoint {self.where}{names}"
+        meeting = f"--master_addr={self.address} --master_port={self.port}"
+        return f"on every host: torchrun --nnodes={self.hosts} --node_rank=NUMBER {meeting} -m drumline doctor"
+
+
+def find_gathering(environ: Mapping[str, str]) -> Gathering | None:
+    """How this process meets other hosts, by the variables of torchrun, srun or drumline; None: there are none."""
+    place = find_place(environ)
+    if place.size == 1:
+        return None
+    by_slurm = "RANK" not in environ or "WORLD_SIZE" not in environ
+    names: tuple[str, ...] = ()
+    if by_slurm:
+        hosts, number = _number(environ, "SLURM_STEP_NUM_NODES", 1), _number(environ, "SLURM_NODEID", 0)
+        names = tuple(slurm_hosts(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))))
+        spare = place.local_rank > 0
+    else:
+        # Without a word on how many ranks a host has, each rank is taken for a host.
+        local_size = max(1, _number(environ, "LOCAL_WORLD_SIZE", 1))
+        hosts = _number(environ, "GROUP_WORLD_SIZE", place.size // local_size)
+        number = _number(environ, "GROUP_RANK", place.rank // local_size)
+        spare = local_size > 1 and place.local_rank > 0
+    if hosts < 2:
+        return None
+    agent_keeps = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Gathering(
+        address=place.master_addr,
+        port=place.master_port,
+        hosts=hosts,
+        keeps=place.rank == 0 and not agent_keeps,
+        leads=place.rank == 0,
+        number=number,
+        spare=spare,
+        names=names if len(names) == hosts else (),
+        slurm=by_slurm,
+        attempt=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+    )
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    value = environ.get(name, str(default))
+    if not value.isdigit():
+        raise ConfigError(
+            f"the variable {name} is {value!r}, not a number", fix=f"unset {name}, or let torchrun or srun set it"
+        )
+    return int(value)
+
+
+def gathering_at(endpoint: str, *, hosts: int, names: Sequence[str] = ()) -> Gathering:
+    """Meet at HOST:PORT; the host that has this name or address keeps the store."""
+    host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(MEETING_PORT))
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(
+            f"rdzv_endpoint {endpoint} is not HOST:PORT",
+            fix=f"drumline doctor --nnodes {hosts} --rdzv_endpoint {host or 'HOST'}:{MEETING_PORT}",
+        )
+    if names and len(names) != hosts:
+        raise ConfigError(
+            f"--names has {len(names)} of {hosts} hosts",
+            fix=f"drumline doctor --nnodes {len(names)} --rdzv_endpoint {endpoint} --names {','.join(names)}",
+        )
+    here = is_here(host)
+    return Gathering(address=host, port=int(port), hosts=hosts, keeps=here, leads=here, names=tuple(names))
+
+
+def meet(gathering: Gathering, *, patience_s: float, say: Callable[[str], None]) -> Store:
+    """The store of a gathering, kept or reached; CheckEndedError with the reason where that fails."""
+    if gathering.keeps:
+        return _prefixed(keep(gathering), gathering)
+    approach(gathering, patience_s=patience_s, say=say)
+    timeout = timedelta(seconds=_ANSWER_S)
+    try:
+        store = within(
+            _ANSWER_S + 1, lambda: TCPStore(gathering.address, gathering.port, is_master=False, timeout=timeout)
+        )
+    except (TimeoutError, RuntimeError) as error:
+        what = f"{gathering.where} is open, but no store of torch's answers there: {str(error).splitlines()[0]}"
+        fix = f"ss -ltnp 'sport = :{gathering.port}'"
+        raise CheckEndedError(Finding(f"port {gathering.port}", "failed", what, fix, gathering.address)) from None
+    return _prefixed(store, gathering)
+
+
+def keep(gathering: Gathering) -> TCPStore:
+    """Keep the store here."""
+    try:
+        return TCPStore(
+            "localhost",
+            gathering.port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_ANSWER_S),
+        )
+    except dist.DistNetworkError as error:
+        name = socket.gethostname()
+        what = f"{name} cannot listen on port {gathering.port}: {str(error).splitlines()[0]}"
+        if "EADDRINUSE" in str(error):
+            what = f"port {gathering.port} of {name}, where the hosts are to meet, is in use{user_of(gathering.port)}"
+        fix = gathering.moved(gathering.address, gathering.port + 1)
+        raise CheckEndedError(Finding(f"port {gathering.port}", "failed", what, fix, name)) from None
+
+
+def approach(
+    gathering: Gathering, *, patience_s: float, say: Callable[[str], None], say_every_s: float = _SAY_S
+) -> None:
+    """Wait until the meeting place can be connected to; CheckEndedError with what is wrong if that takes longer."""
+    since = time.monotonic()
+    until, say_at = since + patience_s, since + say_every_s
+    why: Why = ""
+    while True:
+        try:
+            timeout_s = min(_CONNECT_S, max(_RETRY_S, until - time.monotonic()))
+            socket.create_connection((gathering.address, gathering.port), timeout=timeout_s).close()
+            return
+        except OSError as error:
+            why = why_not(error)
+            lasting = isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
+        if lasting or time.monotonic() > until:
+            raise CheckEndedError(_unreachable(gathering, why, waited_s=time.monotonic() - since))
+        if time.monotonic() > say_at:
+            say(f"waiting for {gathering.where} to answer ({why}); start the {gathering.task} there too")
+            say_at += 2 * say_every_s
+        time.sleep(_RETRY_S)
+
+
+def _unreachable(gathering: Gathering, why: Why, *, waited_s: float) -> Finding:
+    own, there, port = socket.gethostname(), gathering.address, gathering.port
+    if why == "unresolved":
+        what = f"the name {there}, where the hosts are to meet, does not resolve on {own}"
+        return Finding("name", "failed", what, f"echo 'ADDRESS {there}' >> /etc/hosts", own)
+    address = next(iter(resolve(there)), there)
+    shown = there if address == there else f"{there} ({address})"
+    since = f"for {waited_s:.0f} s"
+    if why == "refused":
+        what = f"{shown} refuses {own} at port {port} {since}: nothing listens there, or a firewall rejects it"
+        fix = f"start the {gathering.task} on {there} too; if it runs there: ufw allow {port}/tcp"
+        return Finding(f"port {port}", "failed", what, fix, there)
+    if why == "no route":
+        down = next((card.name for card in find_cards() if not card.is_up and not card.is_loopback), None)
+        what = f"{own} has no route to {shown}" + (f"; its card {down} is down" if down else "")
+        fix = f"ip link set dev {down} up" if down else f"ip route get {address}"
+        return Finding("route", "failed", what, fix, own)
+    if why == "forbidden":
+        what = f"{own}'s own firewall forbids connections to {shown} port {port}"
+        return Finding(f"port {port}", "failed", what, f"ufw allow out {port}/tcp", own)
+    reason = {
+        "timed out": "does not answer: packets are dropped, by a firewall there or on the way",
+        "unreachable": "has no route to host: it is off, its card is down, or a firewall there rejects",
+    }.get(why, "closes every connection")
+    what = f"{own} tried {shown} port {port} {since}, and it {reason}"
+    return Finding(f"port {port}", "failed", what, f"ufw allow {port}/tcp", there)
+
+
+class Messenger:
+    """Leaves and reads messages in the store. A call that takes too long ends the check and names the store's host."""
+
+    def __init__(self, store: Store, keeper: str) -> None:
+        self.store = store
+        self._keeper = keeper
+
+    def post(self, key: str, value: Any) -> None:
+        """Leave word, of anything JSON can hold."""
+        content = json.dumps(value).encode()
+        pieces = [content[start : start + _PIECE_BYTES] for start in range(0, len(content), _PIECE_BYTES)]
+        for number, piece in enumerate(pieces):
+            self._set(f"{key}/{number}", piece)
+        self._set(key, str(len(pieces)).encode())
+
+    def has(self, key: str) -> bool:
+        return self._call(lambda: self.store.check([key]))
+
+    def read(self, key: str) -> Any:
+        """What was left there; it must be there."""
+        count = int(self._get(key))
+        return json.loads(b"".join(self._get(f"{key}/{number}") for number in range(count)))
+
+    def wait(self, key: str, *, until: float) -> Any | None:
+        """What is left there before `until`, by the monotonic clock; None if nothing is."""
+        while not self.has(key):
+            if time.monotonic() > until:
+                return None
+            time.sleep(_LOOK_S)
+        return self.read(key)
+
+    def count(self, key: str) -> int:
+        """The next number of a counter, from 1."""
+        return self._call(lambda: self.store.add(key, 1))
+
+    def _get(self, key: str) -> bytes:
+        return self._call(lambda: self.store.get(key))
+
+    def _set(self, key: str, piece: bytes) -> None:
+        self._call(lambda: self.store.set(key, piece))  # type: ignore[arg-type]
+        # Waits for the answer: pieces that wait for the network together would be sent as one large packet.
+        self.has(key)
+
+    def _call(self, work: Callable[[], T]) -> T:
+        try:
+            return within(_ANSWER_S, work)
+        except (TimeoutError, RuntimeError):
+            what = f"{self._keeper}, which keeps the store where the hosts meet, stopped answering"
+            raise CheckEndedError(
+                Finding("meeting", "failed", what, f"ping -c 3 {self._keeper}", self._keeper)
+            ) from None
+
+
+def _prefixed(store: Store, gathering: Gathering) -> Store:
+    return PrefixStore(f"drumline/doctor/{gathering.attempt}", store)

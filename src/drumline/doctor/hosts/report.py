@@ -1,0 +1,209 @@
+"""What hosts tell each other when they are checked together: facts about each, and what one saw of another.
+
+Everything here goes through the store as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from drumline.parallel.agreement import versions
+from drumline.network.interfaces import Card, find_cards, gloo_address, is_loopback
+from drumline.files.disk import file_sha256
+from drumline.errors import DataError
+from drumline.network.probe import Why
+from drumline.data.manifest import MANIFEST, TOKENIZER, FileRecord, read_manifest
+
+Use = Literal["gloo", "nccl"]
+
+DIGEST_LETTERS = 64
+BY_MANIFEST, BY_NAME = " by manifest and size", " by name and size"
+"""Behind the digest of what was not read itself."""
+_MOST_CARDS = 8
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """One host, as it describes itself."""
+
+    number: int
+    host: str
+    cards: tuple[Card, ...]
+    """Those that are up and may lead to other hosts."""
+    gloo: str | None
+    """The address it would announce; None: it would find none."""
+    nccl: str | None = None
+    """The same for NCCL; None where there are no GPUs."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    data_paths: Mapping[str, str] = field(default_factory=dict)
+    """Where the data lies here that all should have alike, by its name."""
+    hashed_bytes: int = 0
+    """How much of it is read to be compared."""
+    token: str = field(default="", repr=False)
+    ports: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Where its probe server listens: by address, for connections and for datagrams."""
+
+    @property
+    def addresses(self) -> list[str]:
+        return [address for card in self.cards for address in card.addresses]
+
+    def announced(self, use: Use) -> str | None:
+        return self.gloo if use == "gloo" else self.nccl
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, told: Mapping[str, Any]) -> HostFacts:
+        cards = tuple(Card(**{**card, "addresses": tuple(card["addresses"])}) for card in told["cards"])
+        return cls(**{**told, "cards": cards})
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What one host saw of another at the address that it announces for gloo or NCCL."""
+
+    source: int
+    target: int
+    use: Use = "gloo"
+    address: str = ""
+    why: Why = ""
+    """Why nothing answers there; empty: it does."""
+    other: str = ""
+    """Another address of that host, which does answer."""
+    own_address: str = ""
+    """From where packets to it leave."""
+    name_means: str = ""
+    """What the target's name means on the source; empty: it does not resolve."""
+    rtt_s: float = 0.0
+    skew_s: float = 0.0
+    bytes_per_s: float = 0.0
+    stalled: bool = False
+    largest_packet: int = 0
+    """Where it stalled: the largest that passes; 0: not known."""
+    segments: int = 0
+    retransmitted: int = 0
+
+    @property
+    def reached(self) -> bool:
+        return not self.why or bool(self.other)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Without what has its usual value, so that many of them stay short."""
+        usual = asdict(Sight(-1, -1))
+        return {name: value for name, value in asdict(self).items() if value != usual[name]}
+
+
+def label(facts: HostFacts, hosts: Sequence[HostFacts]) -> str:
+    """A host's name, with its number where two have the same one."""
+    twice = sum(each.host == facts.host for each in hosts) > 1
+    return f"{facts.host} (host {facts.number})" if twice else facts.host
+
+
+def own_facts(number: int, environ: Mapping[str, str], *, data: Sequence[Path]) -> HostFacts:
+    """This host; the probe server's ports and token are still to come."""
+    every = find_cards()
+    cards = tuple(card for card in every if card.is_up and not card.is_loopback and _outward(card))
+    found = versions()
+    return HostFacts(
+        number=number,
+        host=socket.gethostname(),
+        cards=tuple(Card(card.name, _outward(card), card.mtu, True, card.speed_mbit) for card in cards[:_MOST_CARDS]),
+        gloo=gloo_address(environ, every),
+        nccl=nccl_address(environ, cards) if found["nccl"] != "none" else None,
+        versions=found,
+        data_paths={path.name: str(path.absolute()) for path in data},
+        hashed_bytes=sum(_hashed_bytes(path) for path in data),
+    )
+
+
+def nccl_address(environ: Mapping[str, str], cards: Sequence[Card]) -> str | None:
+    """The address that NCCL takes for its connections: of the first card that NCCL_SOCKET_IFNAME allows.
+
+    Its rule: names are beginnings of names unless the list starts with =, and forbidden ones if it starts with ^.
+    Without the variable it takes InfiniBand's cards first, and docker's last.
+    """
+    wanted = environ.get("NCCL_SOCKET_IFNAME", "")
+    names = tuple(name for name in wanted.lstrip("^=").split(",") if name)
+    if not names:
+        usable = sorted(cards, key=lambda card: (card.name.startswith("docker"), not card.name.startswith("ib")))
+    elif wanted.startswith("^"):
+        usable = [card for card in cards if not card.name.startswith(names)]
+    else:
+        exact = wanted.startswith("=")
+        usable = [card for card in cards if (card.name in names if exact else card.name.startswith(names))]
+    return next((card.addresses[0] for card in usable), None)
+
+
+def is_digest(value: str) -> bool:
+    """Whether a value of data_hashes stands for content, and not for what is wrong with it."""
+    return len(value) >= DIGEST_LETTERS and set(value[:DIGEST_LETTERS]) <= set("0123456789abcdef")
+
+
+def data_hashes(path: Path) -> dict[str, str]:
+    """What training would read at a path: a digest for each file or folder, or what is wrong with it.
+
+    Files are read, and the tokenizer of a prepared folder. Its tokens are compared by their manifest and their size,
+    and another folder by the names and sizes of its files.
+    """
+    if (path / MANIFEST).exists():
+        try:
+            files = read_manifest(path).files
+        except DataError as error:
+            return {path.name: error.problem}
+        return {f"{path.name}/{name}": _prepared(path / name, record) for name, record in files.items()}
+    if path.is_dir():
+        return {path.name: _listing(path)}
+    return {path.name: _content(path)}
+
+
+def _prepared(path: Path, record: FileRecord) -> str:
+    if path.name == TOKENIZER:
+        return _content(path)
+    try:
+        size_bytes = path.stat().st_size
+    except OSError:
+        return "missing"
+    if size_bytes != record.bytes:
+        return f"{size_bytes} bytes where its manifest says {record.bytes}"
+    return record.sha256 + BY_MANIFEST
+
+
+def _content(path: Path) -> str:
+    try:
+        return file_sha256(path)
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+
+
+def _listing(folder: Path) -> str:
+    try:
+        files = [each for each in folder.rglob("*") if each.is_file() and not each.name.startswith(".")]
+        lines = sorted(f"{each.relative_to(folder)} {each.stat().st_size}" for each in files)
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() + BY_NAME
+
+
+def _hashed_bytes(path: Path) -> int:
+    """The size of what data_hashes reads there."""
+    try:
+        return (path / TOKENIZER if (path / MANIFEST).exists() else path).stat().st_size
+    except OSError:
+        return 0
+
+
+def _outward(card: Card) -> tuple[str, ...]:
+    """Addresses that another host could use."""
+    return tuple(
+        address
+        for address in card.addresses
+        if not is_loopback(address) and not address.startswith(("fe80", "169.254."))
+    )

@@ -1,0 +1,168 @@
+"""The run that a drill breaks: its launchers, their ranks, what they say and how far they are."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from drumline.parallel.heartbeat import Beat, read_pulse
+from drumline.elastic.supervisor import newest_attempt
+
+_TIED = (
+    "import os, sys; from drumline import heartbeat; heartbeat.die_with_parent(); os.execv(sys.argv[1], sys.argv[1:])"
+)
+"""Start a command so that it dies with the drill."""
+_POLL_S = 0.01
+_PATIENCE_S = 60.0
+"""How long the drill waits for what should come at once; what takes longer has failed."""
+
+
+@dataclass(frozen=True)
+class Line:
+    said_s: float
+    host: int
+    text: str
+
+
+class DrilledRun:
+    """One or two launchers of the same run, each with its ranks; gone with all their processes when the block ends."""
+
+    def __init__(
+        self, command: Sequence[str], folder: Path, environ: Mapping[str, str], ranks: int, hosts: int
+    ) -> None:
+        self._command, self._environ = list(command), dict(environ)
+        self.folder = folder
+        self.shares = [ranks // hosts + (host < ranks % hosts) for host in range(hosts)]
+        """Ranks of each host."""
+        self.launchers: list[subprocess.Popen[str] | None] = [None] * hosts
+        self.lines: list[Line] = []
+        self.step_times: list[float] = []
+        self.log = folder / "disturbed.log"
+        self._log = self.log.open("w", encoding="utf-8")
+
+    def __enter__(self) -> DrilledRun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for launcher in self.launchers:
+            if launcher is not None and launcher.poll() is None:
+                launcher.kill()  # its ranks die with it
+                launcher.wait()
+        self._log.close()
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "disturbed"
+
+    def start(self, hosts: Sequence[int] | None = None) -> None:
+        """Start the launchers of these hosts, or of all."""
+        for host in range(len(self.shares)) if hosts is None else hosts:
+            words = ["--nproc", str(self.shares[host])]
+            words += ["--nnodes", f"1:{len(self.shares)}"] if len(self.shares) > 1 else []
+            launcher = subprocess.Popen(
+                [sys.executable, "-c", _TIED, *self._command, *words],
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            self.launchers[host] = launcher
+            threading.Thread(target=self._listen, args=(host, launcher), daemon=True).start()
+
+    def _listen(self, host: int, launcher: subprocess.Popen[str]) -> None:
+        assert launcher.stdout is not None
+        for text in launcher.stdout:
+            self.lines.append(Line(time.monotonic(), host, text.rstrip("\n")))
+            if not self._log.closed:
+                self._log.write(f"{time.monotonic():.3f} {host}: {text}")
+                self._log.flush()
+
+    def attempts(self) -> dict[int, Path]:
+        """The folder of each host's present attempt."""
+        found = {}
+        for host, launcher in enumerate(self.launchers):
+            if launcher is not None and launcher.poll() is None:
+                folder = newest_attempt(launcher.pid)
+                if folder is not None:
+                    found[host] = folder
+        return found
+
+    def beats(self) -> dict[int, Beat]:
+        """Each rank's last sign of life in the present attempt."""
+        found = {}
+        for folder in self.attempts().values():
+            for path in folder.glob("pulse-*"):
+                rank = int(path.name.split("-")[1])
+                if (beat := read_pulse(folder, rank)) is not None:
+                    found[rank] = beat
+        return found
+
+    def step(self) -> int:
+        return max((beat.step for beat in self.beats().values()), default=0)
+
+    def is_over(self) -> bool:
+        return all(launcher is None or launcher.poll() is not None for launcher in self.launchers)
+
+    def said(self, pattern: str, *, since: float) -> Line | None:
+        """The first line after `since` that matches."""
+        return next((line for line in list(self.lines) if line.said_s >= since and re.search(pattern, line.text)), None)
+
+    def wait_for(self, pattern: str, *, since: float, within_s: float = _PATIENCE_S) -> Line | None:
+        limit = time.monotonic() + within_s
+        while time.monotonic() < limit:
+            if (line := self.said(pattern, since=since)) is not None:
+                return line
+            if self.is_over():
+                return self.said(pattern, since=since)
+            time.sleep(_POLL_S)
+        return None
+
+    def wait_for_steps(self, number: int, *, ranks: int | None = None, but: Sequence[Path] = ()) -> float | None:
+        """When that many steps were trained in one attempt, by `ranks` ranks, in none of the attempts `but`."""
+        limit, first, attempt = time.monotonic() + _PATIENCE_S, None, None
+        while time.monotonic() < limit and not self.is_over():
+            now = {host: folder for host, folder in self.attempts().items() if folder not in but}
+            beats = self.beats() if now else {}
+            if now and beats and (ranks is None or len(beats) == ranks):
+                steps = [beat.step for beat in beats.values() if beat.phase not in ("starting", "ending")]
+                if now != attempt:
+                    attempt, first = now, None
+                if steps:
+                    first = min(steps) if first is None else first
+                    if min(steps) >= first + number:
+                        return time.monotonic()
+            time.sleep(_POLL_S)
+        return None
+
+    def sleep(self, *, until: float) -> None:
+        """Let it train, and take note of how long a step takes meanwhile."""
+        seen: list[tuple[float, int]] = []
+        while time.monotonic() < until and not self.is_over():
+            step = self.step()
+            if not seen or step != seen[-1][1]:
+                seen.append((time.monotonic(), step))
+            time.sleep(_POLL_S)
+        if len(seen) > 6:
+            (first_s, first), (last_s, last) = seen[1], seen[-1]
+            self.step_times.append((last_s - first_s) / max(1, last - first))
+
+    def signal_launchers(self, signum: signal.Signals) -> list[int]:
+        """Send a signal to all launchers and wait for them to end; gives their exit codes."""
+        running = [launcher for launcher in self.launchers if launcher is not None]
+        for launcher in running:
+            launcher.send_signal(signum)
+        return [launcher.wait(_PATIENCE_S) for launcher in running]
+
+    def wait_for_the_end(self) -> int:
+        """The worst exit code of the launchers."""
+        while not self.is_over():
+            self.sleep(until=time.monotonic() + 2.0)
+        return max(launcher.returncode for launcher in self.launchers if launcher is not None)

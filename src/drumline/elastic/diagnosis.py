@@ -1,0 +1,309 @@
+"""Why ranks ended: which of them was the first cause, and how to say it.
+
+When one rank dies the others lose their connection to it and die too, so that most of what a crash prints is about its
+consequences. A rank writes its exception into the attempt's folder; the supervisor adds signals, exit codes and hangs,
+and picks the one that the others follow from. Of a hang, the ranks' stacks tell who only waits for the others, and what
+for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from drumline.parallel.heartbeat import ATTEMPT, Beat, Hang, has_promised_an_ending, read_pulse
+
+Kind = Literal["hang", "signal", "exception", "exit", "lost peer"]
+
+_SYMPTOMS = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|DistNetworkError|DistStoreError|failed to recv"
+    r"|recvValue failed|socket timeout|remote process exited|ncclRemoteError|gloo.*timed out|no route to host",
+    re.IGNORECASE,
+)
+"""What a rank says whose peer is gone."""
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
+_PURPOSES = {
+    ("step", "__call__"): "the sum of the gradients",
+    ("parallel", "_exchange"): "the sum of the gradients",
+    ("parallel", "accumulate"): "the sum of the losses",
+    ("step", "read"): "the sums of gradients and losses on its device",
+    ("evaluate", "evaluate"): "the sum of the held-out losses",
+    ("guard", "compare_replicas"): "the comparison of the weights",
+    ("guard", "_culprits"): "the search for whose loss is not finite",
+    ("loop", "_compare_replicas"): "the handing out of rank 0's statistics",
+    ("agreement", "compare"): "the comparison of versions, settings and data",
+    ("checkpoints", "share"): "the handing out of the checkpoint",
+    ("resume", "resume"): "the agreement on where to go on",
+    ("saver", "finish"): "the writing of the last checkpoint",
+    ("distributed", "_distributed_broadcast_coalesced"): "the handing out of rank 0's statistics",
+}
+"""What ranks do together, by the function that waits for it."""
+
+
+@dataclass(frozen=True)
+class End:
+    """How one rank's process ended."""
+
+    rank: int
+    pid: int
+    code: int | None
+    """None: it still ran, and the supervisor ended it."""
+    step: int | None = None
+    found: dict[str, Any] | None = None
+    """What the rank itself wrote about it."""
+    phase: str = ""
+    to_end: bool = False
+    """Whether it was to come to its end before it exits."""
+
+    @property
+    def is_symptom(self) -> bool:
+        return self.found is not None and bool(_SYMPTOMS.search(self.found["exception"]))
+
+    @property
+    def is_early(self) -> bool:
+        """Whether it ended as if all were done, before it was."""
+        return self.code == 0 and self.phase != "ending" and (self.to_end or self.phase not in ("", "starting"))
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why an attempt ended."""
+
+    host: str
+    rank: int
+    pid: int
+    step: int | None
+    kind: Kind
+    what: str
+    trace: str = ""
+    """The traceback of an exception, or the stacks of all ranks in a hang."""
+    others: tuple[str, ...] = ()
+    """A line for each other rank."""
+    place: str = ""
+    """The function, file and line where a rank hangs."""
+
+    @property
+    def line(self) -> str:
+        happened = {"signal": "was ended by", "hang": "was", "exception": "failed with", "exit": "ended with exit code"}
+        at = "" if self.step is None else f" at step {self.step:,}"
+        who = f"rank {self.rank} on {self.host} (process {self.pid})"
+        where = f", in {self.place}" if self.place else ""
+        early = " before the run's end" if (self.kind, self.what) == ("exit", "0") else ""
+        return (
+            f"{who} {happened.get(self.kind, 'lost the other ranks:')} {' '.join(self.what.split())}{at}{where}{early}"
+        )
+
+    @property
+    def details(self) -> list[str]:
+        """All that is known beyond the line."""
+        trace = self.trace.rstrip().splitlines()
+        return [*self.others, *trace] if self.kind == "hang" else [*trace, *self.others]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def record_cause(error: BaseException) -> None:
+    """Leave this rank's exception where the supervisor looks for it; on stderr where nobody supervises."""
+    folder, rank = os.environ.get(ATTEMPT), int(os.environ.get("RANK", "0"))
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
+    if folder is None:
+        sys.stderr.write(trace)
+        return
+    beat = read_pulse(Path(folder), rank)
+    found = {
+        "host": socket.gethostname(),
+        "rank": rank,
+        "step": _step(beat),
+        "exception": "".join(traceback.format_exception_only(error)).strip(),
+        "traceback": trace,
+        "time": time.time(),
+    }
+    aside = Path(folder) / f"cause-{rank}.aside"
+    aside.write_text(json.dumps(found), encoding="utf-8")
+    aside.replace(Path(folder) / f"cause-{rank}.json")
+
+
+def read_end(folder: Path, rank: int, *, pid: int, code: int | None) -> End:
+    """A rank's end, with what it left in the attempt's folder."""
+    beat = read_pulse(folder, rank)
+    try:
+        found = json.loads((folder / f"cause-{rank}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    return End(rank, pid, code, _step(beat), found, beat.phase if beat else "", has_promised_an_ending(folder))
+
+
+def first_cause(ends: Sequence[End]) -> Cause:
+    """The end that the others follow from: a signal, then an exception of its own or an exit before the run's end, then
+    whoever lost a peer first."""
+    failed = [end for end in ends if end.code not in (0, None) or end.is_early] or list(ends)
+    first = min(failed, key=lambda end: (end.is_symptom, (end.code or 0) >= 0, end.found["time"] if end.found else 0))
+    return _cause(first, others=tuple(_brief(end) for end in ends if end is not first))
+
+
+def blame(hang: Hang, ends: Sequence[End], stacks: dict[int, str]) -> Hang | None:
+    """The hang with the rank that holds up the others: of those that have come least far, one that waits for nobody.
+
+    None: all of them wait, so that it is none of these.
+    """
+    if hang.frozen:
+        return hang
+    least_far = [end.rank for end in ends if (end.step, end.phase) == (hang.step, hang.phase)]
+    busy = [rank for rank in least_far if not _awaited(stacks.get(rank, ""), hang.phase)]
+    return replace(hang, rank=hang.rank if hang.rank in busy else busy[0]) if busy else None
+
+
+def hang_cause(
+    hang: Hang, ends: Sequence[End], *, stopped: bool, stacks: dict[int, str], all_wait: bool = False
+) -> Cause:
+    """The rank that held up the others, with every stack that could be had."""
+    how = "stopped (SIGSTOP)" if stopped else "frozen" if hang.frozen else "without progress"
+    end = next(end for end in ends if end.rank == hang.rank)
+    awaited = _awaited(stacks.get(hang.rank, ""), hang.phase)
+    return Cause(
+        host=socket.gethostname(),
+        rank=hang.rank,
+        pid=end.pid,
+        step=hang.step,
+        kind="hang",
+        what=f"{'waiting, as all ranks here,' if all_wait else how} for {hang.idle_s:.0f} s in {hang.phase}",
+        trace="\n".join(f"rank {rank}:\n{_trimmed(stack)}" for rank, stack in stacks.items() if stack),
+        others=tuple(_brief(other, stacks.get(other.rank, "")) for other in ends if other is not end),
+        place=awaited if all_wait else _innermost(stacks.get(hang.rank, "")),
+    )
+
+
+def told_by_another(found: dict[str, Any], ends: Sequence[End]) -> Cause:
+    """The cause that another host found, with what the ranks here, which lost their peers by it, waited in."""
+    host = socket.gethostname()
+    lost = [end for end in ends if end.is_symptom]
+    stacks = [f"rank {end.rank} on {host}:\n{(end.found or {})['traceback']}" for end in lost]
+    return Cause(
+        **{
+            **found,
+            "others": (*found["others"], *(f"on {host}: {_brief(end)}" for end in lost)),
+            "trace": "\n".join([found["trace"], *stacks]) if found["kind"] == "hang" else found["trace"],
+        }
+    )
+
+
+def is_to_tell() -> bool:
+    """Whether this rank tells a mistake. Before the ranks have met, those of one host make the same ones."""
+    together = "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized()
+    return together or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _step(beat: Beat | None) -> int | None:
+    return None if beat is None or beat.phase == "starting" else beat.step
+
+
+def _trimmed(stacks: str) -> str:
+    """The threads that do a rank's work, from where they are up to where the rank was called."""
+    threads = [thread for thread in stacks.strip().split("\n\n") if not _is_idle(thread)]
+    return "\n".join(thread.partition('/drumline/forked.py"')[0].rpartition("\n")[0] for thread in threads)
+
+
+def _is_idle(thread: str) -> bool:
+    """A thread that ticks, one of a pool that has nothing to do, or one that only begins."""
+    frames = _frames(thread)
+    return not frames or "_keep_ticking" in thread or frames[0][0].parts[-3:-1] == ("concurrent", "futures")
+
+
+def _frames(stack: str) -> list[tuple[Path, int, str]]:
+    """(file, line, function), innermost first, of the thread that trains: from faulthandler, or from a traceback."""
+    if "most recent call last" in stack:
+        threads = [stack.rpartition("most recent call last")[2]]
+    else:
+        threads = stack.strip().split("\n\n")
+    thread = next((thread for thread in threads if '/drumline/forked.py"' in thread), threads[-1])
+    found = [(Path(path), int(line), function) for path, line, function in _FRAME.findall(thread)]
+    return found[::-1] if "most recent call last" in stack else found
+
+
+def _awaited(stack: str, phase: str) -> str:
+    """What a rank waits for the others in, by its stack and its phase; nothing if it does not wait."""
+    frames = _frames(stack)
+    call = _call(frames, phase)
+    if call is None:
+        return ""
+    beyond = [frame for frame in frames if "torch" not in frame[0].parts and frame[0].name != "cluster.py"]
+    path, line, _ = (beyond or frames)[0]
+    purpose = next((found for file, _, name in frames if (found := _PURPOSES.get((file.stem, name)))), "")
+    return f"{purpose} ({call}, {path.name}:{line})" if purpose else f"{call} ({path.name}:{line})"
+
+
+def _call(frames: Sequence[tuple[Path, int, str]], phase: str) -> str | None:
+    """The call in which a stack waits for other ranks; None: it does not."""
+    if not frames:
+        return None
+    path, _, function = frames[0]
+    if path.parts[-2:] == ("drumline", "cluster.py"):
+        return "word from the other ranks"  # at the store, where they leave it
+    if path.parts[-3:] == ("torch", "distributed", "distributed_c10d.py"):
+        return function
+    if function == "_distributed_broadcast_coalesced":
+        return "broadcast"
+    if function == "_engine_run_backward" and phase == "exchange":
+        return "all_reduce in backward"  # torch adds gradients up there, and this rank's own part is over
+    return "synchronize" if (path.name, function) == ("streams.py", "synchronize") and phase == "exchange" else None
+
+
+def _innermost(stack: str) -> str:
+    """Where a stack is, but for what belongs to torch or Python."""
+    frames = _frames(stack)
+    beyond = [frame for frame in frames if not _is_library(frame[0].parts)]
+    return "".join(f"{name} ({path.name}:{line})" for path, line, name in (beyond or frames)[:1])
+
+
+def _is_library(parts: Sequence[str]) -> bool:
+    stdlib = any(part.startswith("python3.") for part in parts) and "site-packages" not in parts
+    return stdlib or "torch" in parts
+
+
+def _cause(end: End, others: tuple[str, ...]) -> Cause:
+    kind, what = _what(end)
+    found = end.found or {}
+    return Cause(
+        host=found.get("host", socket.gethostname()),
+        rank=end.rank,
+        pid=end.pid,
+        step=end.step,
+        kind=kind,
+        what=what,
+        trace=found.get("traceback", ""),
+        others=others,
+    )
+
+
+def _what(end: End) -> tuple[Kind, str]:
+    if end.code is not None and end.code < 0:
+        return "signal", signal.Signals(-end.code).name
+    if end.found is not None:
+        return ("lost peer" if end.is_symptom else "exception"), end.found["exception"]
+    return "exit", str(end.code)
+
+
+def _brief(end: End, stack: str = "") -> str:
+    at = "" if end.step is None else f" at step {end.step:,}"
+    awaited = _awaited(stack or (end.found or {}).get("traceback", ""), end.phase)
+    who = f"rank {end.rank} (process {end.pid})"
+    if end.code is None:
+        place = _innermost(stack)
+        return f"{who} waits in {awaited}{at}" if awaited else f"{who} still ran{at}{place and f', in {place}'}"
+    if end.code == 0:
+        return f"{who} had {'ended early' if end.is_early else 'finished'}{at}"
+    kind, what = _what(end)
+    shown = {"lost peer": "lost its connection", "exit": f"ended with exit code {what}"}.get(kind, what)
+    return f"{who} {shown}{at}{awaited and f', waiting in {awaited}'}"

@@ -1,0 +1,119 @@
+"""Start the ranks of a run on this host, or train right here where one process is all there is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+
+from drumline.network.interfaces import is_free
+from drumline.parallel.world import find_place
+from drumline.config.settings import TrainConfig
+from drumline.errors import EXIT_STOPPED, RunLostError
+from drumline.elastic.leader import Lease, MeetingPoint
+from drumline.elastic.rendezvous import HostsMeeting, Meeting
+from drumline.report.records import tell
+from drumline.elastic.supervisor import Supervisor
+
+
+def ranks_to_start(config: TrainConfig) -> int:
+    """How many ranks this process should start: none if it is one itself, or if one process is all there is to do."""
+    if "RANK" in os.environ or find_place(os.environ).size > 1:
+        return 0
+    on_gpus = config.run.device in ("auto", "cuda") and torch.cuda.is_available()
+    wanted = config.ranks.nproc or (torch.cuda.device_count() if on_gpus else 1)
+    alone = wanted == 1 and config.ranks.nproc is None and config.ranks.hosts == (1, 1)
+    return 0 if alone else wanted
+
+
+def train_here(config: TrainConfig) -> int:
+    """Train in this process, alone or as one of the ranks; gives the exit code."""
+    from drumline.train.pretraining import pretrain
+    from drumline.report.terminal import preparing
+
+    with preparing() as progress:
+        result = pretrain(config, progress=progress)
+    return 0 if result.state == "finished" else EXIT_STOPPED
+
+
+def launch_training(config: TrainConfig, *, nproc: int) -> int:
+    """Train with `nproc` ranks here; gives the exit code that a single process would."""
+    ranks = config.ranks
+    return _supervise(
+        _train_rank,
+        (config,),
+        _meeting(config),
+        nproc=nproc,
+        max_restarts=ranks.max_restarts,
+        hang_timeout=ranks.hang_timeout,
+    )
+
+
+def _meeting(config: TrainConfig) -> Meeting:
+    fewest, most = config.ranks.hosts
+    if most == 1:
+        return _alone()
+    lease = Lease(Path(config.run.run_dir) / ".leader") if config.run.run_dir else None
+    point = MeetingPoint(config.ranks.rdzv_endpoint, lease, say=logging.getLogger(__name__).warning)
+    return HostsMeeting(point, fewest=fewest, most=most)
+
+
+def _alone() -> Meeting:
+    return Meeting(meeting_port(os.environ.get("MASTER_PORT")))
+
+
+def start_ranks(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    nproc: int,
+    max_restarts: int | None = 0,
+    hang_timeout: float | None = None,
+) -> int:
+    """Call a function as ranks 0 to nproc - 1 of one run; gives the exit code, having said what went wrong.
+
+    max_restarts: how often they are started again when one dies; None: as often as needed while their steps go on
+    hang_timeout: seconds without progress after which a rank that trains counts as dead
+    """
+    try:
+        return _supervise(function, args, _alone(), nproc=nproc, max_restarts=max_restarts, hang_timeout=hang_timeout)
+    except RunLostError as error:
+        tell(error)
+        return error.exit_code
+
+
+def _supervise(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    meeting: Meeting,
+    *,
+    nproc: int,
+    max_restarts: int | None,
+    hang_timeout: float | None,
+) -> int:
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
+    # Ranks meet at a store that is new in each attempt: at that of the attempt before they may wait for ever.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    spec = WorkerSpec("rank", nproc, meeting, entrypoint=function, args=args, max_restarts=max_restarts or 0)
+    supervisor = Supervisor(spec, meeting, max_restarts=max_restarts, limit_s=hang_timeout)
+    return int(supervisor.run().return_values[0])
+
+
+def _train_rank(config: TrainConfig) -> None:
+    sys.exit(train_here(config))
+
+
+def meeting_port(wanted: str | None) -> int:
+    """The port the ranks meet at: MASTER_PORT if it is set and free, else any free one."""
+    if not wanted:
+        return 0
+    if not is_free(int(wanted)):
+        logging.getLogger(__name__).warning("MASTER_PORT %s is in use; using another port", wanted)
+        return 0
+    return int(wanted)

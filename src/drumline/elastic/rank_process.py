@@ -1,0 +1,195 @@
+"""Ranks as processes: forked from a server that has imported torch already, and dead as soon as their launcher is."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker, util
+from typing import Any
+
+import psutil
+
+from drumline.elastic.diagnosis import is_to_tell, record_cause
+from drumline.errors import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError
+from drumline.parallel.heartbeat import Pulse, die_with_parent
+from drumline.report.records import flush_console, tell
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_spawn = util.spawnv_passfds
+_LONGEST_TMPDIR = 60
+_PRELOAD = [
+    "drumline.elastic.preload",  # first of all: the rest takes seconds
+    "torch._dynamo",
+    "torch.nn.parallel",
+    "drumline.elastic.rank_process",
+    "drumline.train.pretraining",
+    "drumline.report.terminal",
+]
+"""What a rank needs, so that it starts without importing anything. None of it may touch a GPU: a process that is forked
+from one that did cannot use it."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+"""What asks a launcher to stop."""
+
+
+class Ranks:
+    """The processes of one attempt, by rank."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
+
+    def start(self, rank: int, environ: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...]) -> int:
+        """Call `work(*args)` as this rank; gives the process's id."""
+        process = _CONTEXT.Process(target=_rank, args=(environ, work, args), name=f"rank {rank}")
+        process.start()
+        self._processes[rank] = process
+        assert process.pid is not None
+        return process.pid
+
+    def codes(self) -> dict[int, int | None]:
+        """The exit code of each rank: None while it runs, negative if it died of a signal."""
+        return {rank: process.exitcode for rank, process in self._processes.items()}
+
+    def pid(self, rank: int) -> int:
+        return self._processes[rank].pid or 0
+
+    def send(self, signum: signal.Signals) -> None:
+        """Send a signal to all that still run."""
+        for process in self._processes.values():
+            if process.exitcode is None and process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signum)
+
+    def kill(self) -> None:
+        """End all that still run, at once."""
+        self.send(signal.SIGKILL)
+        for process in self._processes.values():
+            process.join()
+
+
+def start_server(nproc: int, *, early: bool = False) -> None:
+    """Start the server that `nproc` ranks are forked from, if there is none yet; does not wait for it to be ready.
+
+    early: this process has done nothing yet, so that the server can be forked from it and torch is imported once.
+           After a fork, objects of a process that has done something would close files that are no longer theirs
+    """
+    # Both are read when torch is loaded. Warnings of the ranks' store say only that a peer is gone.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 1) // nproc)))
+    _CONTEXT.set_forkserver_preload(_PRELOAD)
+    _keep_paths_short()
+    resource_tracker.ensure_running()  # started with the server it would let the signals through again
+    # What is blocked now stays so in the server: Ctrl-C is the launcher's business.
+    with _forking() if early else contextlib.nullcontext(), _blocked(STOP_SIGNALS):
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _forking() -> Iterator[None]:
+    """Have multiprocessing fork its server from this process instead of starting another interpreter."""
+    import torch  # noqa: F401
+
+    flush_console()  # or the server would say it again
+    util.spawnv_passfds = _fork  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = _spawn
+
+
+def _fork(path: str, words: list[str], passed: list[int]) -> int:
+    """What `spawnv_passfds` does, without a new program: `words` end in the Python line that the server runs."""
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        util.spawnv_passfds = _spawn  # ranks may start programs
+        for name in os.listdir("/dev/fd"):
+            if int(name) > 2 and int(name) not in passed:
+                with contextlib.suppress(OSError):
+                    os.close(int(name))
+        forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # the caller holds the copied one
+        exec(words[-1], {})
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(EXIT_CRASHED)
+
+
+def _keep_paths_short() -> None:
+    """multiprocessing keeps its sockets in TMPDIR, whose path may be longer than a socket's may be."""
+    settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if settings.get("tempdir") is None and len(tempfile.gettempdir()) > _LONGEST_TMPDIR:
+        short = next(folder for folder in ("/tmp", "/dev/shm") if os.access(folder, os.W_OK))
+        settings["tempdir"] = tempfile.mkdtemp(prefix="drumline-", dir=short)
+        atexit.register(shutil.rmtree, settings["tempdir"], ignore_errors=True)
+
+
+def end_server() -> None:
+    """Kill the server, and with it every rank."""
+    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)  # multiprocessing waits for it when it starts the next one
+
+
+@contextlib.contextmanager
+def _blocked(signums: tuple[signal.Signals, ...]) -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signums)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _rank(environ: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """All that a rank's process does. Never returns."""
+    die_with_parent()
+    launcher = multiprocessing.parent_process()
+    if os.getppid() == 1 or launcher is None or not psutil.pid_exists(launcher.pid or 0):
+        os._exit(EXIT_INTERRUPTED)  # the server or the launcher ended before it could take us along
+    os.setsid()  # a terminal's Ctrl-C is for the launcher alone, which asks us to stop once
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    os.environ.clear()
+    os.environ.update(environ)
+    import torch  # the server has it; the launcher starts the server before it loads torch itself
+
+    from drumline.parallel.world import leave
+
+    torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
+    Pulse.start()
+    code = _outcome(work, args)
+    if code in (0, EXIT_STOPPED):
+        leave()  # others may still read what this rank keeps
+    flush_console()
+    # Taking the interpreter apart under gloo's threads now and then aborts a process that has done its work.
+    os._exit(code)
+
+
+def _outcome(work: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    """The exit code of a rank that calls this."""
+    try:
+        work(*args)
+    except DrumlineError as error:
+        if error.exit_code == EXIT_CRASHED:
+            record_cause(error)
+        elif is_to_tell():
+            tell(error)
+        return error.exit_code
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BaseException as error:
+        record_cause(error)
+        return EXIT_CRASHED
+    return 0

@@ -1,0 +1,256 @@
+"""Where the launchers of a run's hosts meet and agree who takes part. One host needs nobody: it meets itself."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal, cast
+
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousHandler, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from drumline.network.interfaces import free_port
+from drumline.elastic.leader import MeetingPoint, Reached
+
+Change = Literal["", "joined", "moved on", "left", "cut off"]
+
+_RUN_ID = "drumline"
+_LOOK_S, _SILENT_S, _DEAD_S, _GONE_S = 0.3, 4.0, 3.5, 2.5
+_CAUSE_S, _ASK_S = 1.0, 0.1
+_TIMEOUT = RendezvousTimeout(join=timedelta(days=365), last_call=timedelta(seconds=1))
+
+
+class Meeting(RendezvousHandler):
+    """One host alone. Its ranks meet at a port that is new in each attempt, and hear from no other machine."""
+
+    elastic = False
+    """Whether a run goes on when one of its hosts stops."""
+
+    def __init__(self, port: int = 0) -> None:
+        self._port = port
+        self._run_id = uuid.uuid4().hex
+
+    def change(self) -> Change:
+        """What happened to the hosts since the last meeting; answers at once."""
+        return ""
+
+    def forget(self) -> None:
+        """Meet anew: what was agreed did not work."""
+
+    def share(self, cause: dict[str, Any]) -> None:
+        """Let the other hosts know why this attempt ended."""
+
+    def shared(self, *, wait: bool) -> dict[str, Any] | None:
+        """What another host gives as the cause; `wait`: or will give within a moment."""
+        return None
+
+    def leave(self, *, finished: bool, hurry: Callable[[], bool] = lambda: False) -> None:
+        """This host is done. When its ranks have finished it waits for the other hosts' to do so, unless in a hurry."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        port, self._port = self._port or free_port(), 0
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("localhost", port))
+
+    def get_backend(self) -> str:
+        return "drumline"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _brief_delay(seconds: float | tuple[float, float]) -> None:
+    time.sleep(_ASK_S)
+
+
+# Torch's rendezvous asks for news once a second and believes them for another, which is most of a restart.
+# A few hundred hosts may ask more often.
+dynamic_rendezvous._delay = _brief_delay  # type: ignore[attr-defined]
+
+
+class HostsMeeting(Meeting):
+    """Several hosts, through torch's rendezvous. Every wait for the store is in a thread that can be left behind:
+    a link that goes silent would hold it for minutes."""
+
+    def __init__(self, point: MeetingPoint, *, fewest: int, most: int) -> None:
+        super().__init__()
+        self.elastic = fewest < most
+        self._point = point
+        self._fewest, self._most = fewest, most
+        self._reached: Reached | None = None
+        self._handler: DynamicRendezvousHandler | None = None
+        self._look: _Look | None = None
+        self._info: RendezvousInfo | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._info = None
+        while True:
+            if self._handler is None or self._look is None or self._look.is_silent:
+                self._connect()
+            assert self._handler is not None and self._look is not None
+            joining = _Background(self._handler.next_rendezvous)
+            while not joining.done.wait(0.05) and not self._look.is_silent:
+                pass
+            if joining.done.is_set() and joining.error is None:
+                self._info = joining.result
+                self._look.begin(frozenset(self._handler._state_holder.state.participants))
+                return self._info
+            self.forget()
+
+    def _connect(self) -> None:
+        self.forget()
+        self._reached = self._point.reach()
+        with contextlib.suppress(RuntimeError):  # gone again: the next look finds out
+            store = self._reached.connect()
+            self._handler = DynamicRendezvousHandler.from_backend(
+                _RUN_ID,
+                store,
+                C10dRendezvousBackend(store, _RUN_ID),
+                self._fewest,
+                self._most,
+                local_addr=self._reached.own_address,
+                timeout=_TIMEOUT,
+                keep_alive_interval=1,
+                keep_alive_max_attempt=3,
+            )
+            cast(Any, self._handler)._state_holder._cache_duration = 0
+        self._look = _Look(self._reached, self._point)
+
+    def change(self) -> Change:
+        assert self._look is not None
+        return self._look.change()
+
+    def share(self, cause: dict[str, Any]) -> None:
+        if self._info is not None:
+            store = self._info.store
+            _Background(lambda: store.set("cause", json.dumps(cause))).done.wait(_CAUSE_S)
+
+    def shared(self, *, wait: bool) -> dict[str, Any] | None:
+        if self._info is None:
+            return None
+        store = self._info.store
+
+        def ask() -> dict[str, Any] | None:
+            if wait:
+                store.wait(["cause"], timedelta(seconds=_CAUSE_S))
+            return json.loads(store.get("cause")) if store.check(["cause"]) else None
+
+        asking = _Background(ask)
+        asking.done.wait(2 * _CAUSE_S)
+        return asking.result if asking.done.is_set() and asking.error is None else None
+
+    def forget(self) -> None:
+        if self._look is not None:
+            self._look.ended.set()
+        self._handler = self._look = None
+
+    def leave(self, *, finished: bool, hurry: Callable[[], bool] = lambda: False) -> None:
+        look, info = self._look, self._info
+        if finished and look is not None and info is not None:
+            with contextlib.suppress(RuntimeError):
+                info.store.set(f"finished/{info.rank}", "")
+                # Whoever is done waits for the others' last plot or upload: to them, a host that is gone has died.
+                while look.change() in ("", "joined") and not hurry():
+                    if info.store.check([f"finished/{rank}" for rank in range(info.world_size)]):
+                        break
+                    time.sleep(0.1)
+        self._info = None
+        self.forget()
+        self._point.leave()
+
+
+class _Look:
+    """A thread with a connection of its own that looks at who takes part, again and again."""
+
+    def __init__(self, reached: Reached, point: MeetingPoint) -> None:
+        self._reached, self._point = reached, point
+        self.ended = threading.Event()
+        self._lock = threading.Lock()
+        self._heard_s = time.monotonic()
+        self._broken = self._superseded = False
+        self._state: Any = None
+        self._members: frozenset[Any] = frozenset()
+        self._beats: dict[Any, tuple[Any, float]] = {}
+        threading.Thread(target=self._keep_looking, name="hosts", daemon=True).start()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the store is out of reach, or no longer the one to meet at."""
+        return self._broken or self._superseded or time.monotonic() - self._heard_s > _SILENT_S
+
+    def begin(self, members: frozenset[Any]) -> None:
+        """From here on, changes are against these hosts."""
+        with self._lock:
+            self._state, self._members, self._beats = None, members, {}
+
+    def change(self) -> Change:
+        if self.is_silent:
+            return "cut off"
+        with self._lock:
+            now_s = self._heard_s  # what has happened since is not known
+            if any(now_s - since_s > (_GONE_S if beat is None else _DEAD_S) for beat, since_s in self._beats.values()):
+                return "left"
+            if self._state is None:
+                return ""
+            missing = self._members - set(self._state.participants)
+            if missing:
+                return "moved on" if missing <= self._state.wait_list else ""
+            return "joined" if self._state.wait_list else ""
+
+    def _keep_looking(self) -> None:
+        try:
+            backend = C10dRendezvousBackend(self._reached.connect(), _RUN_ID)
+            while not self.ended.wait(_LOOK_S):
+                found = backend.get_state()
+                self._superseded = self._point.superseded(self._reached.point)
+                self._see(pickle.loads(found[0]) if found else None)
+        except Exception:
+            self._broken = True
+
+    def _see(self, state: Any) -> None:
+        with self._lock:
+            self._heard_s = now_s = time.monotonic()
+            self._state = state
+            for node in self._members if state is not None else ():
+                # Whether a host lives is told by its heartbeat changing, whatever its clock says; one that is not
+                # there any more counts from when it last changed.
+                beat = state.last_heartbeats.get(node)
+                before, since_s = self._beats.get(node, (None, now_s))
+                self._beats[node] = (beat, since_s if beat is None or beat == before else now_s)
+
+
+class _Background:
+    """A call in a thread that nobody needs to wait for."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: Exception | None = None
+        threading.Thread(target=self._call, args=(work,), daemon=True).start()
+
+    def _call(self, work: Callable[[], Any]) -> None:
+        try:
+            self.result = work()
+        except Exception as error:
+            self.error = error
+        self.done.set()

@@ -1,0 +1,378 @@
+"""Start ranks, watch them, and start them again when one dies or hangs: torch's elastic agent with our own processes.
+
+What it knows of a rank is its exit code and what lies in the attempt's folder: heartbeat, exception and stacks.
+It never computes, and holds no connection that a rank needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed.elastic.agent.server.api import (
+    DEFAULT_ROLE,
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from drumline.elastic.diagnosis import Cause, End, blame, first_cause, hang_cause, read_end, told_by_another
+from drumline.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError, RunLostError
+from drumline.elastic.rank_process import STOP_SIGNALS, Ranks, end_server, start_server
+from drumline.parallel.heartbeat import ATTEMPT, Beat, Hang, Stacks, Watch, attempt_name, read_pulse, read_run_dir
+from drumline.elastic.rendezvous import Meeting
+from drumline.files.run_folder import RunFolder
+
+_POLL_S = 0.05
+_SCRATCH = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+_BARREN = 3
+"""Crashes in a row without a step more than before, after which it is no use to go on trying."""
+_SAVE_S, _LEAVE_S, _SYMPTOM_S = 600.0, 5.0, 1.0
+"""How long ranks may take to save and stop; to end when one has ended; to show a better cause."""
+_EXCUSES = 10
+"""How often ranks that all wait are given as long again, for the host whose rank they wait for to name it."""
+_MOVED_S = 3.0
+"""How long ranks may wait for those of a host that has left the attempt, before they are killed."""
+_CHANGES = {
+    "left": "another host is gone; going on without it",
+    "moved on": "another host starts its ranks again, and so does this one",
+    "cut off": "cut off from the host where all meet; the ranks here are ended until it is found",
+}
+
+
+class _InterruptedError(Exception):
+    """A signal to stop came while there was nothing that could be saved."""
+
+
+class Supervisor(SimpleElasticAgent):
+    """The ranks of this host, from the first attempt to the end of the run."""
+
+    def __init__(self, spec: WorkerSpec, meeting: Meeting, *, max_restarts: int | None, limit_s: float | None) -> None:
+        super().__init__(spec)
+        self._meeting = meeting
+        self._max_restarts = max_restarts
+        self._limit_s = limit_s
+        self._scratch = _scratch()
+        self._folder = self._scratch
+        self._ranks = Ranks()
+        self._watch = Watch(limit_s)
+        self._hang: Hang | None = None
+        self._stops = self._attempts = self._restarts = self._excused = 0
+        self._may_raise = True
+        self._asked_s: float | None = None
+        self._reached = -1
+        self._barren: list[Cause] = []
+
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        """Until the run is over; `return_values[0]` is its exit code. RunLostError when it cannot go on."""
+        with self._counting_signals():
+            try:
+                return self._invoke_run(role)
+            except _InterruptedError:
+                end_server()  # it may still be importing, with a rank on order
+                return _result(EXIT_INTERRUPTED)
+            finally:
+                self._may_raise = False
+                self._shutdown()
+
+    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        group = self._worker_group
+        start_server(group.spec.local_world_size)
+        while True:
+            self._may_raise = True
+            self._check_stops()
+            self._meet(group)
+            self._start_workers(group)
+            self._may_raise = False
+            ended = self._until_the_attempt_ends(group)
+            if isinstance(ended, int):
+                self._meeting.leave(finished=ended == 0, hurry=lambda: self._stops > 0)
+                return _result(ended)
+            cause = self._first_of_all_hosts(ended)
+            if cause is not None:
+                self._after_crash(cause)
+
+    def _meet(self, group: WorkerGroup) -> None:
+        while True:
+            try:
+                self._rendezvous(group)
+                return
+            except (RuntimeError, RendezvousError):  # a host went away in the middle of it
+                self._meeting.forget()
+                time.sleep(_POLL_S)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec = worker_group.spec
+        self._attempts += 1
+        self._folder = self._scratch / attempt_name(self._attempts)
+        self._folder.mkdir()
+        self._ranks, self._watch = Ranks(), Watch(self._limit_s)
+        self._hang = self._asked_s = None
+        self._excused = 0
+        assert callable(spec.entrypoint)
+        for worker in worker_group.workers:
+            place = {
+                "RANK": worker.global_rank,
+                "LOCAL_RANK": worker.local_rank,
+                "WORLD_SIZE": worker.world_size,
+                "LOCAL_WORLD_SIZE": spec.local_world_size,
+                "GROUP_RANK": worker_group.group_rank,
+                "GROUP_WORLD_SIZE": worker_group.group_world_size,
+                "ROLE_NAME": spec.role,
+                "ROLE_RANK": worker.role_rank,
+                "ROLE_WORLD_SIZE": worker.role_world_size,
+                "MASTER_ADDR": worker_group.master_addr,
+                "MASTER_PORT": worker_group.master_port,
+                "TORCHELASTIC_RESTART_COUNT": self._restarts,
+                "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+                "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+                "TORCHELASTIC_USE_AGENT_STORE": False,
+                ATTEMPT: self._folder,
+            }
+            environ = {
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+                **os.environ,
+                **{name: str(value) for name, value in place.items()},
+            }
+            worker.id = self._ranks.start(worker.global_rank, environ, spec.entrypoint, spec.args)
+        return {worker.local_rank: worker.id for worker in worker_group.workers}
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._ranks.kill()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._ranks.kill()
+        self._meeting.leave(finished=False)
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """HEALTHY while all run, FAILED when one has ended otherwise than well, UNHEALTHY when one hangs."""
+        codes = self._ranks.codes()
+        if any(codes.values()) or (0 in codes.values() and any(end.is_early for end in self._ends(codes))):
+            return RunResult(WorkerState.FAILED)
+        if all(code == 0 for code in codes.values()):
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict(codes))
+        self._hang = self._watch.look(self._beats(), time.monotonic())
+        return RunResult(WorkerState.UNHEALTHY if self._hang else WorkerState.HEALTHY)
+
+    def _until_the_attempt_ends(self, group: WorkerGroup) -> int | Cause | None:
+        """An exit code when the run is over, why it crashed, or None to start again with other hosts."""
+        while True:
+            time.sleep(_POLL_S)
+            group.state = self._monitor_workers(group).state
+            if group.state == WorkerState.SUCCEEDED:
+                return 0
+            if group.state == WorkerState.FAILED:
+                return self._settle()
+            if group.state == WorkerState.UNHEALTHY:
+                cause = self._name_the_hang()
+                if cause is not None:
+                    return self._interrupted_by(cause) if self._stops else cause
+            if self._stops > 1 or (self._asked_s and time.monotonic() - self._asked_s > _SAVE_S):
+                self._stop_workers(group)
+                return EXIT_INTERRUPTED
+            change = self._meeting.change()
+            if change in ("left", "cut off") or (change == "moved on" and self._waits_in_vain()):
+                self._stop_workers(group)
+                _say(f"{socket.gethostname()}: {_CHANGES[change]}")
+                return None
+            if (self._stops or change) and self._asked_s is None:
+                self._ranks.send(signal.SIGTERM)
+                self._asked_s = time.monotonic()
+
+    def _waits_in_vain(self) -> bool:
+        """Whether ranks that were asked to stop wait for ranks that are gone, and not for a checkpoint."""
+        saving = any(beat.phase in ("save", "ending") for beat in self._beats().values())
+        return self._asked_s is not None and time.monotonic() - self._asked_s > _MOVED_S and not saving
+
+    def _settle(self) -> int | Cause | None:
+        """A rank has ended: let the others say why, or save, for as long as that makes sense; then end them all."""
+        since = time.monotonic()
+        while time.monotonic() - since < self._patience_s() and self._stops < 2:
+            if None not in self._ranks.codes().values():
+                break
+            time.sleep(_POLL_S)
+        codes = self._ranks.codes()
+        self._ranks.kill()
+        ends = self._ends(codes)
+        crashed = [end for end in ends if end.is_early or end.code not in (0, None, *EXIT_CODES)]
+        told = [end.code for end in ends if end.code in EXIT_CODES]
+        if self._stops:
+            return EXIT_STOPPED if EXIT_STOPPED in told else told[0] if told else EXIT_INTERRUPTED
+        by_us = -signal.SIGTERM if self._asked_s else None
+        if all(end.is_symptom or end.code == by_us for end in crashed):
+            if self._asked_s or (self._meeting.elastic and EXIT_STOPPED in told):
+                mistakes = [code for code in told if code != EXIT_STOPPED]
+                return mistakes[0] if mistakes else None  # all saved, to go on with other hosts
+            if told:
+                return told[0]
+        return first_cause(ends)
+
+    def _patience_s(self) -> float:
+        """How long to wait for the ranks that still run, given how the others ended."""
+        ends = [end for end in self._ends(self._ranks.codes()) if end.code or end.is_early]
+        if self._asked_s is None and any(end.code not in EXIT_CODES and not end.is_symptom for end in ends):
+            return 0.0
+        if all(end.code == EXIT_STOPPED for end in ends):
+            return _SAVE_S
+        return _LEAVE_S if self._asked_s or any(end.code in EXIT_CODES for end in ends) else _SYMPTOM_S
+
+    def _name_the_hang(self) -> Cause | None:
+        """Say which rank hung, by the stacks of all, and end them; None: they wait for a rank of another host."""
+        assert self._hang is not None
+        codes, pid = self._ranks.codes(), self._ranks.pid(self._hang.rank)
+        stopped = _process_state(pid) == psutil.STATUS_STOPPED
+        ends = self._ends(codes)
+        shown = Stacks(self._folder, [rank for rank, code in codes.items() if code is None])
+        self._ranks.send(signal.SIGUSR2)
+        shown.wait(but=self._hang.rank if stopped else None)
+        if stopped:  # it shows its stack as soon as it goes on, and is ended right after
+            os.kill(pid, signal.SIGCONT)
+            shown.wait()
+        stacks = shown.read()
+        hang = blame(self._hang, ends, stacks)
+        if hang is None and (self._worker_group.group_world_size or 1) > 1 and self._excused < _EXCUSES:
+            self._excused += 1
+            self._watch.excuse(time.monotonic())
+            return None
+        self._ranks.kill()
+        return hang_cause(hang or self._hang, ends, stopped=stopped, stacks=stacks, all_wait=hang is None)
+
+    def _first_of_all_hosts(self, cause: Cause | None) -> Cause | None:
+        """Where no rank here failed, or only because its peers were gone, the host of the first to die knows better."""
+        if cause is not None and cause.kind != "lost peer":
+            self._meeting.share(cause.as_dict())
+            return cause
+        if cause is None and self._meeting.change() in ("left", "cut off"):
+            return None  # who would tell is gone
+        found = self._meeting.shared(wait=cause is not None)
+        return told_by_another(found, self._ends(self._ranks.codes())) if found else cause
+
+    def _after_crash(self, cause: Cause) -> None:
+        """Say why; RunLostError if there is no use in starting again."""
+        reached = self._farthest()
+        if reached > self._reached:
+            self._reached, self._barren = reached, []
+        self._barren.append(cause)
+        if self._max_restarts is None:
+            lost = len(self._barren) >= _BARREN
+            why = f" ({len(self._barren)} crashes in a row without a step more)"
+        else:
+            lost, why = self._restarts >= self._max_restarts, ""
+        if lost:
+            cause = self._barren[0] if self._max_restarts is None else cause
+            self._write_status("failed", cause)
+            details = [*cause.details, *(f"log and status: {folder}" for folder in [self._run_dir()] if folder)]
+            raise RunLostError(cause.line + why, details=details, fix="start the same command again to go on")
+        self._restarts += 1
+        self._write_status("restarting", cause)
+        frames = [line.strip() for line in cause.trace.splitlines() if line.lstrip().startswith("File ")]
+        more = {"exception": frames[-1:], "hang": cause.details}.get(cause.kind, [])
+        _say(f"{cause.line}; starting again ({self._restarts})", *more)
+
+    def _interrupted_by(self, cause: Cause) -> int:
+        _say(cause.line)
+        return EXIT_INTERRUPTED
+
+    def _ends(self, codes: dict[int, int | None]) -> list[End]:
+        return [read_end(self._folder, rank, pid=self._ranks.pid(rank), code=code) for rank, code in codes.items()]
+
+    def _beats(self) -> dict[int, Beat]:
+        found = {rank: read_pulse(self._folder, rank) for rank, code in self._ranks.codes().items() if code is None}
+        return {rank: beat for rank, beat in found.items() if beat is not None}
+
+    def _run_dir(self) -> Path | None:
+        return read_run_dir(self._folder)
+
+    def _farthest(self) -> int:
+        """The largest step that a rank reached in this attempt, or that the run folder knows of."""
+        path = self._run_dir()
+        saved = RunFolder(path).read_status().get("step", -1) if path else -1
+        beats = [read_pulse(self._folder, rank) for rank in self._ranks.codes()]
+        return max([int(saved), *(beat.step for beat in beats if beat is not None)])
+
+    def _write_status(self, state: str, cause: Cause) -> None:
+        path = self._run_dir()
+        if path is None or not path.is_dir():
+            return
+        folder = RunFolder(path)
+        before = folder.read_status()
+        with contextlib.suppress(OSError, DrumlineError):  # a full disk must not keep the ranks from starting again
+            folder.write_status(
+                state,
+                step=int(before.get("step", 0)),
+                total_steps=int(before.get("total_steps", 0)),
+                cause=cause.line,
+                first_cause=cause.as_dict(),
+            )
+
+    @contextlib.contextmanager
+    def _counting_signals(self) -> Iterator[None]:
+        """Signals to stop are counted; while ranks are only being started, the first one ends it all."""
+
+        def count(signum: int, frame: Any) -> None:
+            self._stops += 1
+            if self._may_raise:
+                self._may_raise = False
+                raise _InterruptedError
+
+        before = {signum: signal.signal(signum, count) for signum in STOP_SIGNALS}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _check_stops(self) -> None:
+        if self._stops:
+            raise _InterruptedError
+
+    @contextlib.contextmanager
+    def record_duration(self, state: str) -> Iterator[None]:
+        """Torch's events look up this host's name, which takes seconds where it has none."""
+        yield
+
+
+def _result(code: int) -> RunResult:
+    return RunResult(WorkerState.SUCCEEDED if code == 0 else WorkerState.FAILED, return_values={0: code})
+
+
+def _say(*lines: str) -> None:
+    sys.stderr.write("".join(line + "\n" for line in lines))
+    sys.stderr.flush()
+
+
+def _scratch() -> Path:
+    """A folder in memory for heartbeats, named after this process; those of processes that are gone are removed."""
+    where = next(path for path in _SCRATCH if os.access(path, os.W_OK))
+    for old in where.glob("drumline-*-*"):
+        pid = old.name.split("-")[1]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"drumline-{os.getpid()}-", dir=where))
+
+
+def newest_attempt(launcher_pid: int) -> Path | None:
+    """The folder of the present attempt of a launcher on this host, for whoever watches it from outside."""
+    attempts = [path for where in _SCRATCH for path in where.glob(f"drumline-{launcher_pid}-*/attempt-*")]
+    return max(attempts, key=lambda path: int(path.name.split("-")[1]), default=None)
+
+
+def _process_state(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return ""

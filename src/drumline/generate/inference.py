@@ -1,0 +1,65 @@
+"""A trained run put to use: judged on held-out tokens, or asked to write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from drumline.config.settings import Device
+from drumline.errors import ConfigError
+from drumline.train.evaluation import Evaluation, evaluate
+from drumline.parallel.hardware import pick_device, pick_dtype
+from drumline.model.gpt import GPT
+from drumline.train.pretraining import token_objective
+from drumline.report.runs import load_run
+from drumline.generate.sample import SampleConfig, generate
+from drumline.train.step import Precision
+from drumline.data.tokenizer import StreamDecoder
+from drumline.data.tokens import open_tokens
+from drumline.data.training_data import open_data
+
+
+def evaluate_run(
+    path: Path, *, data: str | None, split: str, batch_size: int, device: Device
+) -> tuple[int, Evaluation]:
+    """The step of a run's newest checkpoint, and how well it predicts all of `data`, or the run's own held-out text."""
+    run = load_run(path)
+    where = pick_device(device)
+    if data is not None:
+        tokens = open_tokens(data, split=split, vocab_size=run.vocab_size)
+    else:
+        own = open_data(run.config)
+        chosen = own.valid if split == "valid" else own.train
+        if chosen is None:
+            raise ConfigError(
+                f"the run {path} held nothing out", fix="name tokens to judge by: --data FOLDER or FILE.bin"
+            )
+        tokens = chosen
+    context = run.config.model.context
+    assert context is not None
+    found = evaluate(
+        run.model.to(where),
+        token_objective,
+        tokens,
+        context=context,
+        batch_size=batch_size,
+        precision=Precision.of(where, pick_dtype(run.config.run.dtype, where)),
+        document_mask=run.config.data.document_mask,
+    )
+    return run.step, found
+
+
+def sample_run(path: Path, prompt: str, settings: SampleConfig, *, device: Device) -> Iterator[str]:
+    """The prompt, then what the run's newest checkpoint makes of it, piece by piece."""
+    run = load_run(path)
+    if run.tokenizer is None or not isinstance(run.model, GPT):
+        raise ConfigError(
+            f"the run {path} has no {'tokenizer.json' if run.tokenizer is None else 'GPT'} to write with",
+            fix="sample from a GPT run with a tokenizer (--tokenizer brings one when training on bare .bin files)",
+        )
+    decoder = StreamDecoder(run.tokenizer)
+    model = run.model.to(pick_device(device))
+    yield prompt
+    for token in generate(model, run.tokenizer.encode(prompt), settings, end_of_text=run.tokenizer.end_of_text):
+        yield decoder.push(token)
+    yield decoder.flush()

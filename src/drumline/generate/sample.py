@@ -1,0 +1,114 @@
+"""Text from a model: one token after another, each drawn from what the model says comes next.
+
+Knows how a token is chosen and what happens when a text outgrows the model's context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drumline.errors import ConfigError, DataError
+from drumline.model.gpt import GPT, KVCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """How tokens are chosen, and how many."""
+
+    temperature: float = 0.8
+    """Below 1 prefers the likelier tokens, above 1 evens them out; 0 always takes the likeliest."""
+    top_k: int | None = None
+    """Choose among this many of the likeliest tokens only."""
+    top_p: float | None = None
+    """Choose among the likeliest tokens that together reach this probability, after top_k."""
+    seed: int = 0
+    """The same seed and prompt give the same text."""
+    max_tokens: int = 200
+    """Stop after this many tokens, if the model has not ended the text itself."""
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"temperature {self.temperature} is not a number of 0 or more",
+                fix="use --temperature 0 for the likeliest token, about 0.8 for livelier text",
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k {self.top_k} leaves no token to choose", fix="use --top_k 1 or more")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top_p {self.top_p} is not a probability above 0", fix="use --top_p 0.9, or up to 1")
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens {self.max_tokens} asks for no text", fix="use --max_tokens 1 or more")
+
+
+def generate(
+    model: GPT, prompt_ids: list[int], settings: SampleConfig, *, end_of_text: int | None, use_cache: bool = True
+) -> Iterator[int]:
+    """Yield the ids that follow the prompt as they are made, until `end_of_text` (not yielded) or `max_tokens`.
+
+    An empty prompt starts from end_of_text, or from id 0. A prompt that outgrows the context keeps its end; a text that
+    does goes on from its last half context, so that the cache is filled anew only once in half a context. Without the
+    cache every token is computed from the whole window again: the same text, slower.
+    """
+    check_prompt(prompt_ids, vocab_size=model.config.vocab_size)
+    context = model.config.max_position_embeddings
+    start = 0 if end_of_text is None else end_of_text
+    window = (prompt_ids or [start])[-context:]
+    unread = window
+    cache = KVCache(model) if use_cache else None
+    generator = torch.Generator().manual_seed(settings.seed)
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(settings.max_tokens):
+            token = choose(next_logits(model, unread, cache), settings, generator)
+            if token == end_of_text:
+                return
+            yield token
+            window = [*window, token]
+            unread = window if cache is None else [token]
+            if len(window) > context:
+                window = unread = window[-max(1, context // 2) :]
+                if cache is not None:
+                    cache.clear()
+    finally:
+        model.train(was_training)
+
+
+@torch.inference_mode()
+def next_logits(model: GPT, ids: list[int], cache: KVCache | None) -> Tensor:
+    """What follows `ids`, and before them what the cache holds: float32 (V) on the CPU."""
+    device = model.token_embedding.weight.device
+    hidden = model.hidden(torch.tensor([ids], device=device), cache=cache)  # (1, T, D)
+    return model.logits(hidden[:, -1])[0].float().cpu()
+
+
+def choose(logits: Tensor, settings: SampleConfig, generator: torch.Generator) -> int:
+    """One id drawn from logits (V) under the settings."""
+    if settings.temperature == 0.0:
+        return int(logits.argmax())
+    scores = logits / max(settings.temperature, 1e-6)  # a still smaller one is no different, but overflows
+    ids: Tensor | None = None
+    if settings.top_k is not None or settings.top_p is not None:
+        most = min(settings.top_k or len(scores), len(scores))
+        scores, ids = scores.topk(most)  # likeliest first
+    probabilities = scores.softmax(dim=0)
+    if settings.top_p is not None:
+        before = probabilities.cumsum(dim=0) - probabilities
+        # The likeliest token always stays, however small top_p is.
+        probabilities = probabilities.masked_fill(before >= settings.top_p, 0.0)
+    drawn = int(torch.multinomial(probabilities, 1, generator=generator))
+    return drawn if ids is None else int(ids[drawn])
+
+
+def check_prompt(prompt_ids: list[int], *, vocab_size: int) -> None:
+    """Refuse ids that the model has no embedding for."""
+    strangers = [token for token in prompt_ids if not 0 <= token < vocab_size]
+    if strangers:
+        raise DataError(
+            f"the prompt has token {strangers[0]}, but the model knows only 0 to {vocab_size - 1}",
+            fix="encode the prompt with the tokenizer the model was trained with",
+        )

@@ -1,0 +1,112 @@
+"""Forward and backward of a micro-batch as a CUDA graph: recorded once, then replayed.
+
+Launched one by one, a step's hundreds of kernels keep the host busy for as long as a fast GPU needs to run them, and
+after each step, when the host has read the loss, the GPU waits until enough of the next are launched. A replay is one
+launch. It computes the same, on the same tensors: a batch is copied to where the recorded one lay. And it is launched
+before the loss of the step before it is read, so that the GPU does not wait at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.kernels.gpt import Float8GPT, FusedGPT
+from drumline.model.gpt import GPT
+from drumline.parallel.strategies import Backward as AnyBackward
+from drumline.parallel.strategies import Plain, Strategy, Votes, message
+from drumline.train.step import Backward, Precision, to_device
+from drumline.parallel.stragglers import Stopwatch
+
+WARM_UPS = 3
+"""Micro-batches of one shape before it is recorded: kernels are compiled and libraries set up at their first uses."""
+_MOST_MEMORY = 0.6
+"""Of the GPU's. A recording keeps what it computes with, so that evaluating and the optimizer need room beside it; and
+a step that takes most of the memory is long enough for its launches."""
+
+Shapes = tuple[tuple[int, ...] | None, ...]
+
+
+def with_graphs(strategy: Strategy, model: nn.Module, precision: Precision) -> Strategy:
+    """The strategy with recorded micro-batches, where that can be done: one process, drumline's own model on CUDA.
+
+    What Python does in the forward of a model that somebody else wrote would not be done again.
+    """
+    ours = isinstance(model, GPT) and type(model) in (GPT, FusedGPT, Float8GPT) and not model.config.dropout
+    on_gpu = precision.device.type == "cuda" and not precision.scaler.is_enabled()
+    return Recorded(model) if ours and on_gpu and isinstance(strategy, Plain) else strategy
+
+
+class Recorded:
+    """As Plain; whatever is not recorded runs as it is."""
+
+    scale = 1
+    looks_ahead = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._shapes: Shapes = ()
+        self._times = 0
+        self._recording: Recording | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the next micro-batch, if it has the shape of the last, is replayed."""
+        return self._recording is not None
+
+    def accumulate(
+        self, micro_batches: Iterable[Any], backward: AnyBackward, *, votes: Votes, watch: Stopwatch | None = None
+    ) -> Tensor:
+        assert isinstance(backward, Backward)
+        losses = torch.stack([self._backward(backward, batch) for batch in micro_batches])
+        return message(losses.sum(), votes, watch)
+
+    def _backward(self, backward: Backward, batch: tuple[Tensor | None, ...]) -> Tensor:
+        shapes = tuple(None if part is None else tuple(part.shape) for part in batch)
+        if shapes != self._shapes:
+            if self._recording is not None:
+                torch.cuda.synchronize()  # it may still be replayed
+            self._shapes, self._times, self._recording = shapes, 0, None
+        self._times += 1
+        if self._recording is None and self._times > WARM_UPS and self._worth_recording(batch):
+            self._recording = Recording(self._model, backward, batch)
+        return backward(self._model, batch) if self._recording is None else self._recording.replay(backward, batch)
+
+    def _worth_recording(self, batch: tuple[Tensor | None, ...]) -> bool:
+        """Whether it can be: masks of documents depend on what the host reads, and no gradients may be there yet."""
+        device = next(self._model.parameters()).device
+        room = torch.cuda.get_device_properties(device).total_memory
+        fits = torch.cuda.max_memory_allocated(device) < _MOST_MEMORY * room
+        return fits and batch[-1] is None and all(p.grad is None for p in self._model.parameters())
+
+
+class Recording:
+    """One micro-batch's forward and backward, with the tensors that they read and write."""
+
+    def __init__(self, model: nn.Module, backward: Backward, batch: tuple[Tensor | None, ...]) -> None:
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._batch: tuple[Tensor | None, ...] = to_device(batch, backward.device)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what the first micro-batches left: a recording has memory of its own
+        self._graph = torch.cuda.CUDAGraph()
+        # Beside this thread one of the saver's may be at work, whose calls are no part of this.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._loss = backward.loss(model, self._batch)
+            self._gradients = torch.autograd.grad(self._loss, self._parameters, allow_unused=True)
+            self._loss = self._loss.detach().float()
+
+    def replay(self, backward: Backward, batch: tuple[Tensor | None, ...]) -> Tensor:
+        """As backward itself: gradients that are there already are added to."""
+        before = [p.grad.clone() for p in self._parameters if p.grad is not None]
+        for there, new in zip(self._batch, batch, strict=True):
+            if there is not None and new is not None:
+                there.copy_(new.pin_memory(), non_blocking=True)
+        self._graph.replay()
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+        if before:
+            torch._foreach_add_([gradient for gradient in self._gradients if gradient is not None], before)
+        return backward.note(self._loss.clone())

@@ -1,0 +1,240 @@
+"""FusedGPT: a GPT that trains through Triton's kernels where they fit, and is a plain GPT everywhere else.
+
+They fit a modern model (rotary positions, RMSNorm, normalised queries and keys, squared ReLU, no biases) without
+dropout and shared key/value heads, in bfloat16 on a Hopper GPU. Weights stay float32 parameters with the names that a
+GPT gives them, so optimizer, ranks and checkpoints see no difference; each forward casts them once. On such a GPU it is
+what drumline trains; `--fp8` means the same with feed-forward and head in float8 (fused_fp8).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from drumline.config.settings import GPTConfig, TrainConfig
+from drumline.errors import ConfigError
+from drumline.parallel.hardware import is_hopper
+from drumline.model.loss import linear_cross_entropy
+from drumline.model.gpt import GPT, KVCache, RMSNorm, TransformerBlock
+from drumline.config.presets import gpt_config
+
+FUSED, _FLOAT8 = "drumline.kernels.gpt:FusedGPT", "drumline.kernels.gpt:Float8GPT"
+_TOKENS_MULTIPLE = 128
+_ROWS_AT_ONCE = 8192
+"""Of logits: what is kept for backward leaves room for more of them than a plain GPT's."""
+
+
+class FusedGPT(GPT):
+    """GPT's function, names and weights."""
+
+    fp8 = False
+    """Whether training computes feed-forward and head in float8, where the kernels fit; evaluation never does."""
+
+    def hidden(self, input_ids: Tensor, *, documents: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        fits_in = input_ids.size(1) <= self.config.max_position_embeddings and input_ids.numel() % _TOKENS_MULTIPLE == 0
+        dtype = torch.bfloat16 if _bf16(input_ids.device) else torch.float32
+        if documents is None and cache is None and fits_in and self.is_fused(input_ids.device, dtype):
+            return _hidden(self, input_ids, fp8=self.fp8 and self.training)
+        return super().hidden(input_ids, documents=documents, cache=cache)
+
+    def look_up(self, input_ids: Tensor, table: Tensor) -> Tensor:
+        device = input_ids.device
+        if _bf16(device) and (has_kernels(device) or self.is_fused(device, torch.bfloat16)):
+            from drumline.kernels.embedding import embedding  # needs Triton
+
+            return embedding(input_ids, table)
+        return super().look_up(input_ids, table)
+
+    def summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        if not self.is_fused(hidden.device, hidden.dtype):
+            return super().summed_loss(hidden, targets)
+        fits_in = targets.numel() % _TOKENS_MULTIPLE == 0 and self.config.vocab_size % 16 == 0
+        return linear_cross_entropy(
+            hidden,
+            self.head_weight,
+            targets,
+            softcap=self.config.softcap,
+            rows_at_once=_ROWS_AT_ONCE,
+            fp8=self.fp8 and self.training and fits_in,
+        )
+
+    def is_fused(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether training on this device, with products in this format, runs through the kernels."""
+        return dtype == torch.bfloat16 and has_kernels(device) and fits(self.config)
+
+
+class Float8GPT(FusedGPT):
+    """What --fp8 trains."""
+
+    fp8 = True
+
+
+def _bf16(device: torch.device) -> bool:
+    """Whether products on this device are bfloat16 now."""
+    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.bfloat16
+
+
+@functools.cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether the kernels were made for a device, and can be compiled."""
+    return is_hopper(device) and importlib.util.find_spec("triton") is not None
+
+
+def fits(config: GPTConfig) -> bool:
+    """Whether the kernels compute what this config describes."""
+    return not misfits(config)
+
+
+@functools.cache
+def misfits(config: GPTConfig) -> tuple[str, ...]:
+    """What a config has that the kernels do not compute: any option that they do not know is one too many."""
+    known = GPTConfig(
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        n_layers=config.n_layers,
+        n_heads=config.n_heads,
+        n_kv_heads=config.n_kv_heads,
+        d_model=config.d_model,
+        d_ff=config.d_ff,
+        tie_embeddings=config.tie_embeddings,
+        init=config.init,
+        norm_weights=config.norm_weights,
+        softcap=config.softcap,
+        value_tables=config.value_tables,
+        smear=config.smear,
+        rope_theta=config.rope_theta,
+        positions="rope",
+        norm="rmsnorm",
+        activation="relu2",
+        qk_norm=True,
+        bias=False,
+    )
+    values = {field.name: (getattr(config, field.name), getattr(known, field.name)) for field in fields(GPTConfig)}
+    found = [f"{name} {has} instead of {wanted}" for name, (has, wanted) in values.items() if has != wanted]
+    width = config.head_width
+    if config.kv_heads != config.n_heads:
+        found.append(f"{config.kv_heads} key/value heads for {config.n_heads} heads")
+    if not 16 <= width <= 256 or width & (width - 1):
+        found.append(f"heads {width} wide (d_model / n_heads), not 16, 32, 64, 128 or 256")
+    for name, value, multiple in (("d_model", config.d_model, 64), ("d_ff", config.d_ff, 256)):
+        if value % multiple:
+            found.append(f"{name} {value}, not a multiple of {multiple}")
+    return tuple(found)
+
+
+def check_fp8(config: TrainConfig, device: torch.device) -> None:
+    """Refuse --fp8 where a run could not keep to it. config: filled in"""
+    if not config.run.fp8:
+        return
+    assert config.model.context is not None
+    unfit = misfits(gpt_config(config.model, vocab_size=1))
+    if config.model.model not in ("gpt", FUSED):
+        problem, fix = f"is for drumline's own GPT, not for --model {config.model.model}", "use --model gpt"
+    elif unfit:
+        problem = f"has no kernels for this model: {'; '.join(unfit)}"
+        fix = "use the shape and parts of --preset modern"
+    elif config.model.context % _TOKENS_MULTIPLE:
+        problem = f"needs a context that is a multiple of {_TOKENS_MULTIPLE} tokens, not {config.model.context}"
+        fix = f"choose another --context, as {-(-config.model.context // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE}"
+    elif config.data.document_mask:
+        problem, fix = "has no kernels for attention within documents", "leave out --document_mask"
+    elif config.ranks.bitwise:
+        problem, fix = "does not promise the same bits, as --bitwise does", "leave out --bitwise"
+    elif config.run.dtype not in ("auto", "bfloat16"):
+        problem, fix = f"computes the rest in bfloat16, not in {config.run.dtype}", "use --dtype bfloat16"
+    elif not is_hopper(device):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type}"
+        problem, fix = f"needs a Hopper GPU (H100, H200), and this run computes on {name}", "train on one"
+    elif not has_kernels(device):
+        problem, fix = "needs Triton, which is not installed", "pip install triton"
+    else:
+        return
+    raise ConfigError(f"--fp8 {problem}", fix=f"{fix}, or leave out --fp8")
+
+
+def with_kernels(config: TrainConfig, device: torch.device) -> TrainConfig:
+    """The config of the model to build: with --fp8 a Float8GPT, and a FusedGPT where there are kernels for it.
+
+    --bitwise keeps to the operations whose bits were compared.
+    """
+    chosen = config.model.model
+    if config.run.fp8:
+        chosen = _FLOAT8
+    elif chosen == "gpt" and has_kernels(device) and not config.ranks.bitwise:
+        chosen = FUSED
+    return replace(config, model=replace(config.model, model=chosen))
+
+
+def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:
+    """As GPT.hidden: int64 (B, T) -> bf16 (B, T, D).
+
+    What a part adds to the residual stream is added in the norm that follows, which has to read the stream anyway. A
+    norm's learned weights are multiplied into the matrix that comes after it.
+    """
+    from drumline.kernels.embedding import smeared  # needs Triton, as the next
+    from drumline.kernels.ops import add_rms_norm, qkv
+    from drumline.kernels.products import linear
+
+    assert model.rope is not None
+    rope = model.rope[:, : input_ids.size(1)]
+    extra_values = model.extra_values(input_ids)
+    x = model.look_up(input_ids, model.token_embedding.weight)  # (B, T, D)
+    x = (x if model.smear is None else smeared(x, model.smear)).flatten(0, 1)  # (N, D)
+    feed_forwards = _feed_forwards(model, fp8=fp8)
+    delta: Tensor | None = None
+    for layer, block in enumerate(model.blocks):
+        assert isinstance(block, TransformerBlock)
+        attention = block.attention
+        x, normed = add_rms_norm(x, delta)
+        q, k, v = qkv(
+            normed,
+            _after(block.attention_norm, attention.qkv),
+            _weight(attention.query_norm),
+            _weight(attention.key_norm),
+            extra_values.get(layer),
+            rope,
+            heads=attention.n_heads,
+        )  # 3 x (B, H, T, W)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = linear(y.transpose(1, 2).reshape(x.shape), attention.out.weight)  # (N, D)
+        x, normed = add_rms_norm(x, attended)
+        delta = feed_forwards[layer](normed)
+    normed, weight = add_rms_norm(x, delta)[1], _weight(model.final_norm)
+    return (normed if weight is None else normed * weight.type_as(normed)).view(*input_ids.shape, -1)
+
+
+def _feed_forwards(model: GPT, *, fp8: bool) -> list[Callable[[Tensor], Tensor]]:
+    """Each layer's feed-forward part: bf16 (N, D) -> bf16 (N, D)."""
+    from drumline.kernels import fp8 as fused_fp8
+    from drumline.kernels import products as fused_products
+
+    blocks = [block for block in model.blocks if isinstance(block, TransformerBlock)]
+    parts = [(block.feed_forward_norm, block.feed_forward) for block in blocks]
+    weights = [(_after(norm, part.up), part.down.weight) for norm, part in parts]
+    if fp8:
+        copies = fused_fp8.float8_weights([weight for pair in weights for weight in pair])
+        return [
+            functools.partial(fused_fp8.relu2_mlp, up=up, down=down, up8=up8, down8=down8)
+            for (up, down), up8, down8 in zip(weights, copies[::2], copies[1::2], strict=True)
+        ]
+    return [functools.partial(fused_products.relu2_mlp, up=up, down=down) for up, down in weights]
+
+
+def _after(norm: nn.Module, layer: nn.Linear) -> Tensor:
+    """A layer's matrix, with the learned weights of the norm before it in its columns."""
+    from drumline.kernels.ops import times_columns
+
+    weight = _weight(norm)
+    return layer.weight if weight is None else times_columns(layer.weight, weight)
+
+
+def _weight(norm: nn.Module | None) -> Tensor | None:
+    """What a norm multiplies with, if it has learned weights."""
+    assert isinstance(norm, RMSNorm)
+    return norm.weight if norm.elementwise_affine else None

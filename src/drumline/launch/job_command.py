@@ -1,0 +1,111 @@
+"""What a job runs on each of its hosts: the user's drumline command, with what the launcher knows added to it.
+
+Training runs under drumline's own supervisor on every host: crashed or hung ranks are started again without the job
+noticing, and exit codes keep their meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drumline.files.disk import replace_text
+from drumline.errors import ConfigError
+
+Check = Callable[[Sequence[str]], Any]
+"""Parses a drumline command line without running it, and raises what that would raise."""
+
+_COMMANDS = ("train", "bench", "doctor")
+_RANKS = ("nproc", "nnodes", "rdzv_endpoint")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobCommand:
+    """A drumline command and the hosts it is for."""
+
+    words: tuple[str, ...]
+    """What stands behind `drumline`."""
+    nodes: int
+    gpus_per_node: int
+    """0: hosts without GPUs, with one rank each unless the command has --nproc."""
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.gpus_per_node < 0:
+            raise ConfigError(
+                f"--nodes {self.nodes} --gpus_per_node {self.gpus_per_node} is no cluster",
+                fix="as in --nodes 2 --gpus_per_node 8; hosts without GPUs: --gpus_per_node 0",
+            )
+        if self.words[:1] not in [(name,) for name in _COMMANDS]:
+            given = f"{self.words[0]!r} cannot be run as a job" if self.words else "there is nothing to run"
+            raise ConfigError(given, fix=f"end with the command, as in -- train --run_dir ...: {', '.join(_COMMANDS)}")
+        for word in self.words:
+            if "\0" in word or not _is_text(word):
+                raise ConfigError(f"{word!r} is no text that a job could be given", fix="use UTF-8")
+        for name in _RANKS:
+            # Only hosts without GPUs leave open how many ranks there are.
+            if flag(self.words, name) is not None and (name, self.gpus_per_node) != ("nproc", 0):
+                raise ConfigError(
+                    f"--{name} is the launcher's to set, from --nodes {self.nodes} and "
+                    f"--gpus_per_node {self.gpus_per_node}",
+                    fix=f"leave --{name} out",
+                )
+        if self.is_training and not flag(self.words, "run_dir"):
+            raise ConfigError(
+                "a job that is started again must find its run, and there is no --run_dir",
+                fix="add --run_dir with a folder that all hosts see, as in -- train --run_dir /shared/runs/big",
+            )
+
+    @property
+    def is_training(self) -> bool:
+        return self.words[0] == "train"
+
+    @property
+    def run_dir(self) -> str | None:
+        return flag(self.words, "run_dir")
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of a host with GPUs one for each; others have as many as the command says."""
+        given = flag(self.words, "nproc") or ""
+        return self.gpus_per_node or (max(1, int(given)) if given.isdecimal() else 1)
+
+    def on_each_host(self, *, meet_at: str | None = None) -> list[str]:
+        """The words behind `drumline`, the same on every host.
+
+        meet_at: HOST:PORT; None where hosts find each other through the run folder, or by what srun tells them
+        """
+        added: list[str] = []
+        if self.words[0] in ("train", "bench") and flag(self.words, "nproc") is None:
+            added += ["--nproc", str(self.ranks_per_node)]
+        if self.nodes > 1 and (self.is_training or (self.words[0] == "doctor" and meet_at)):
+            added += ["--nnodes", str(self.nodes)]
+            added += ["--rdzv_endpoint", meet_at] if meet_at else []
+        return [self.words[0], *added, *self.words[1:]]
+
+
+def flag(words: Sequence[str], name: str) -> str | None:
+    """The value of --name in a command line that is not parsed yet."""
+    for index, word in enumerate(words):
+        given, equals, value = word.partition("=")
+        if given.startswith("--") and given[2:].replace("-", "_") == name:
+            return value if equals else next(iter(words[index + 1 : index + 2]), "")
+    return None
+
+
+def _is_text(word: str) -> bool:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write what a launcher made; never half of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", fix="name a file in another folder") from None

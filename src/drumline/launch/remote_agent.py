@@ -1,0 +1,166 @@
+"""What `drumline launch` starts on each host: one command, which ends when the launcher wants it or is gone.
+
+It is told what to run in one line of JSON on stdin, so that nothing of it, secrets least of all, stands in a command
+line or a log. Then a line TERM asks the command to stop, KILL ends it, and any other is a sign of life. When stdin
+closes, or stays silent too long because the link is cut, the command is asked to stop. It answers with lines on stdout
+that begin with MARK; all else there and on stderr is the command's. No torch here: it must be quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import platform
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import drumline
+from drumline.errors import EXIT_INTERRUPTED, EXIT_USER
+from drumline.parallel.heartbeat import die_with_parent
+
+MARK = "\x1edrumline "
+"""Begins a line that is for the launcher."""
+_POLL_S, _TIDY_S, _SAVE_S = 0.1, 5.0, 660.0
+"""How long what the command left behind may take to end; and the command, once asked, to save and stop."""
+_CHECKOUT = Path(drumline.__file__).parents[2]
+"""Where drumline was installed from, unless that was something else than a checkout."""
+_TRIES = 3
+_SUBREAPER = 36
+
+
+def main() -> int:
+    """Do as the line on stdin says; gives the command's exit code."""
+    first, _, rest = _first_line().partition(b"\n")
+    if not first:
+        return EXIT_INTERRUPTED  # the launcher was gone before it could say anything
+    order = json.loads(first)
+    if "meeting_host" in order:
+        answer(facts(order["cwd"], order["meeting_host"]))
+    if "argv" not in order:
+        return 0
+    _adopt_orphans()
+    asked: list[int] = []
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda signum, frame: asked.append(signum))
+    answer({"started": True})
+    try:
+        process = subprocess.Popen(
+            order["argv"],
+            cwd=order["cwd"],
+            env={**os.environ, **order["environ"]},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509  (there are no threads)
+        )
+    except OSError as error:
+        sys.stderr.write(
+            f"error: cannot start {order['argv'][0]} in {order['cwd']}: {error.strerror}\n"
+            "  fix: give a --python and a --workdir that are there on every host\n"
+        )
+        code = EXIT_USER
+    else:
+        code = watch(process, asked, rest, silent_s=order["silent_s"])
+    answer({"code": code})
+    return code
+
+
+def facts(cwd: str, meeting_host: str) -> dict[str, Any]:
+    """What can keep a run from starting here."""
+    try:
+        found = socket.getaddrinfo(meeting_host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "torch": _version("torch"),
+            "drumline": drumline.__version__,
+        },
+        "checkout": str(_CHECKOUT) if (_CHECKOUT / "constraints.txt").is_file() else None,
+        "cwd": Path(cwd).is_dir(),
+        "meeting_addresses": sorted({str(each[4][0]) for each in found}),
+    }
+
+
+def watch(process: subprocess.Popen[bytes], asked: list[int], heard: bytes, *, silent_s: float) -> int:
+    """Until the command has ended, and all that it started; gives its exit code, as a shell does.
+
+    asked:    filled by signals
+    heard:    what came on stdin already
+    silent_s: how long the launcher may say nothing
+    """
+    heard_s, deadline_s, patience_s = time.monotonic(), float("inf"), _TIDY_S
+    listening = True
+    while process.poll() is None:
+        ready = select.select([0] if listening else [], [], [], _POLL_S)[0]
+        if ready:
+            chunk = os.read(0, 4096)
+            heard, heard_s, listening = heard + chunk, time.monotonic(), bool(chunk)
+        *lines, heard = heard.split(b"\n")
+        gone = not listening or time.monotonic() - heard_s > silent_s
+        if deadline_s == float("inf") and (asked or gone or b"TERM" in lines):
+            process.terminate()  # once: a second signal would end it without saving
+            deadline_s = time.monotonic() + _SAVE_S
+        if b"KILL" in lines or time.monotonic() > deadline_s:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            patience_s = 0.0
+    _end_the_rest(patience_s)
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def answer(what: dict[str, Any]) -> None:
+    """Tell the launcher, if it is still there."""
+    try:
+        sys.stdout.write(f"{MARK}{json.dumps(what)}\n")
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python's last try to write it would fail aloud
+
+
+def _first_line() -> bytes:
+    """Read without a buffer of Python's, in which `select` would not see what follows."""
+    got = b""
+    while b"\n" not in got and (chunk := os.read(0, 65536)):
+        got += chunk
+    return got
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)  # without importing it, which takes seconds
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _adopt_orphans() -> None:
+    """Whatever the command leaves behind becomes a child of this process, which sees to its end."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0)
+
+
+def _end_the_rest(patience_s: float) -> None:
+    """End what the command left behind; what only tidies up after it is given a moment."""
+    me = psutil.Process()
+    _, left = psutil.wait_procs(me.children(recursive=True), timeout=patience_s)
+    for _ in range(_TRIES):  # those killed may have had children of their own
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(left, timeout=_TIDY_S)
+        left = me.children(recursive=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""A SLURM job that comes back: an sbatch script whose run saves and is queued again before its time is up.
+
+SLURM warns the job's steps, not the script itself: ahead of the time limit with SIGUSR1, at a preemption with SIGTERM.
+Either reaches every process of a step. drumline saves and ends with 75, the script has the job queued again, and the
+same command goes on from the run folder. A job that is cancelled takes its script along: nothing brings it back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, DrumlineError
+from drumline.launch.job_command import JobCommand
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d{1,2}){0,2})")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
+_LONGEST_WARNING_S = 65535
+_LAST_HOST_S = 600
+"""How long the other hosts may still save when the first one has ended; a host that waits in vain is ended then."""
+_KILLED_EARLY = (128 + 10, 128 + 15)
+"""srun's exit codes for tasks that SIGUSR1 or SIGTERM ended before drumline could listen."""
+
+_AFTER_TRAINING = """\
+code=$?
+case $code in
+{stopped})  # stopped by a signal: the time is nearly up, or the nodes are wanted for another job
+    if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_requeues} ]; then
+        echo "drumline: stopped (exit code $code); job $SLURM_JOB_ID is queued again and will go on"
+        scontrol requeue "$SLURM_JOB_ID" && exit $code  # if it lives so long: this ends the script as well
+    fi
+    echo "drumline: stopped (exit code $code) after ${{SLURM_RESTART_COUNT:-0}} restarts; to go on: sbatch" {script} ;;
+{failed}) echo "drumline: the run failed, see" {run_dir}/status.json "; to go on: sbatch" {script} ;;
+esac
+exit $code
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmConfig:
+    """What to ask SLURM for."""
+
+    nodes: int
+    """Hosts."""
+    gpus_per_node: int
+    """GPUs on each, with a rank for each. 0: hosts without GPUs."""
+    time: str | None = None
+    """The job's time limit, as SLURM writes it: 24:00:00. Default: the partition's."""
+    partition: str | None = None
+    """SLURM's partition. Default: the cluster's."""
+    account: str | None = None
+    """Who pays for it, where SLURM asks."""
+    cpus_per_task: int | None = None
+    """CPUs on each host, for all its ranks together. Default: what the cluster gives a task or a GPU."""
+    job_name: str | None = None
+    """Default: the run folder's name."""
+    warn_s: int = 120
+    """How many seconds before the time limit the run is told to save."""
+    max_requeues: int = 100
+    """How often the job may start again before it is left as it is."""
+
+    def __post_init__(self) -> None:
+        if self.job_name is not None and not _NAME.fullmatch(self.job_name):
+            raise ConfigError(
+                f"--job_name {self.job_name!r} would not do for a file",
+                fix=f"as in --job_name {_name_of(self.job_name)}",
+            )
+        if self.cpus_per_task is not None and self.cpus_per_task < 1:
+            raise ConfigError(
+                f"--cpus_per_task {self.cpus_per_task} is no number of CPUs", fix="as in --cpus_per_task 64"
+            )
+        if not 0 <= self.warn_s <= _LONGEST_WARNING_S:
+            raise ConfigError(
+                f"--warn_s {self.warn_s} is not from 0 to {_LONGEST_WARNING_S:,}, as SLURM wants it",
+                fix="as in --warn_s 120",
+            )
+        if self.max_requeues < 0:
+            raise ConfigError(f"--max_requeues {self.max_requeues} is below 0", fix="as in --max_requeues 100")
+        if seconds_of(self.time) <= self.warn_s:
+            raise ConfigError(
+                f"--time {self.time} is {seconds_of(self.time):,.0f} s: the warning {self.warn_s} s ahead of its end "
+                "leaves no time to train",
+                fix="raise --time, or lower --warn_s to what saving takes",
+            )
+
+
+class SlurmJob:
+    """A drumline command as a job for sbatch."""
+
+    def __init__(
+        self, words: Sequence[str], config: SlurmConfig, *, script: Path | None = None, more: Sequence[str] = ()
+    ) -> None:
+        """script: where the sbatch script lies; None: beside the run folder. more: options for sbatch"""
+        self.command = JobCommand(words=tuple(words), nodes=config.nodes, gpus_per_node=config.gpus_per_node)
+        self.config = config
+        run_dir = Path(self.command.run_dir).absolute() if self.command.run_dir else None
+        self.name = config.job_name or _name_of(run_dir.name if run_dir else f"drumline-{words[0]}")
+        beside = run_dir.parent if run_dir else Path.cwd()
+        self.script = (script or beside / f"{self.name}.sbatch").absolute()
+        for option in more:
+            if not option.startswith("-") or not option.isprintable():
+                raise ConfigError(f"--sbatch {option!r} is no option of sbatch", fix="as in --sbatch=--constraint=h100")
+        self._more = tuple(more)
+
+    def text(self) -> str:
+        """The script."""
+        lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in self._options())]
+        lines += ["# Written by drumline launch slurm.", "set -u", *self._threads(), shlex.join(self.argv())]
+        if not self.command.is_training:
+            return "\n".join([*lines, "exit $?"]) + "\n"
+        stopped = "|".join(map(str, (EXIT_STOPPED, EXIT_INTERRUPTED, *_KILLED_EARLY)))
+        ending = _AFTER_TRAINING.format(
+            stopped=stopped,
+            failed=EXIT_FAILED,
+            max_requeues=self.config.max_requeues,
+            script=shlex.quote(str(self.script)),
+            run_dir=shlex.quote(self.command.run_dir or ""),
+        )
+        return "\n".join([*lines, ending])
+
+    @property
+    def submission(self) -> list[str]:
+        """The command line that hands the script to SLURM."""
+        return ["sbatch", "--parsable", str(self.script)]
+
+    def output(self, number: str) -> Path:
+        """Where a job of this number writes."""
+        return self.script.parent / f"{self.name}-{number}.out"
+
+    def _options(self) -> list[str]:
+        command, config = self.command, self.config
+        options = {
+            "job-name": self.name,
+            "nodes": str(command.nodes),
+            "ntasks-per-node": str(self._tasks_per_node),
+            "gpus-per-node": str(command.gpus_per_node) if command.gpus_per_node else None,
+            "cpus-per-task": str(config.cpus_per_task) if config.cpus_per_task else None,
+            "time": config.time,
+            "partition": config.partition,
+            "account": config.account,
+            "chdir": str(Path.cwd()),  # the run folder, and other paths, may be relative to it
+            "output": str(self.output("")).replace("%", "%%").removesuffix(".out") + "%j.out",
+            "open-mode": "append",
+        }
+        lines = [f"--{name}={quoted(name, value)}" for name, value in options.items() if value is not None]
+        again = ["--requeue", f"--signal=USR1@{config.warn_s}"] if command.is_training else ["--no-requeue"]
+        return [*lines, *again, *self._more]
+
+    @property
+    def _tasks_per_node(self) -> int:
+        """One, which starts the host's ranks; `bench` on several hosts has no supervisor, and srun starts its ranks."""
+        several = self.command.words[0] == "bench" and self.command.nodes > 1
+        return max(1, self.command.gpus_per_node) if several else 1
+
+    def _threads(self) -> list[str]:
+        share = f"SLURM_CPUS_ON_NODE / {self.command.ranks_per_node}"
+        return [f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(({share} > 0 ? {share} : 1))}}"']
+
+    def argv(self) -> list[str]:
+        """The command line that starts drumline on all hosts."""
+        # A task is bound to no CPU of its own: its ranks share all that the job has on the host.
+        srun = ["srun", f"--wait={_LAST_HOST_S}", "--cpu-bind=none"]
+        if self.config.cpus_per_task:
+            srun.append(f"--cpus-per-task={self.config.cpus_per_task}")  # srun does not take it from sbatch
+        if self._tasks_per_node > 1 or self.command.words[0] == "doctor":
+            # Ranks, or hosts to be checked: by srun's variables they find each other.
+            return [*srun, sys.executable, "-m", "drumline", *self.command.words]
+        # By these variables a task of several would take itself for a rank; it starts the ranks.
+        not_a_rank = ["env", "--unset=SLURM_PROCID", "--unset=SLURM_STEP_NUM_TASKS"]
+        return [*srun, *not_a_rank, sys.executable, "-m", "drumline", *self.command.on_each_host()]
+
+
+def seconds_of(time: str | None) -> float:
+    """A time limit as SLURM writes it, from 90 (minutes) to 1-12:00:00; none at all is for ever."""
+    if time is None or time.upper() in ("INFINITE", "UNLIMITED"):
+        return math.inf
+    found = _TIME.fullmatch(time)
+    if found is None:
+        raise ConfigError(
+            f"--time {time!r} is no time limit",
+            fix="as in --time 24:00:00 (hours), 90 (minutes) or 3-12 (days and hours)",
+        )
+    parts = [int(part) for part in found["parts"].split(":")]
+    # 90 and 90:00 begin with minutes, 1:30:00 with hours; behind days come hours.
+    first = 3600 if found["days"] or len(parts) == 3 else 60
+    return int(found["days"] or 0) * 86400 + sum(part * first / 60.0**place for place, part in enumerate(parts))
+
+
+def quoted(name: str, value: str) -> str:
+    """A value as it stands in an #SBATCH line, where quotes and backslashes mean what they do in JSON."""
+    if not value.isprintable():
+        raise ConfigError(f"--{name} {value!r} cannot stand in an sbatch script", fix="use letters that can be seen")
+    return value if _PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
+
+
+def _name_of(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "drumline"
+
+
+def submit(job: SlurmJob) -> str:
+    """Hand the script to SLURM; gives the job's number."""
+    command = job.submission
+    if shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"there is no sbatch on {socket.gethostname()}; {job.script} is written",
+            fix=f"on a host of the cluster: sbatch {shlex.quote(str(job.script))}   (only look at it: --dry_run)",
+        )
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = next((line for line in done.stderr.splitlines() if line.strip()), f"exit code {done.returncode}")
+        raise DrumlineError(
+            f"sbatch refused {job.script}: {said.removeprefix('sbatch: ').removeprefix('error: ')}",
+            fix="mend what it says; more options for sbatch: --sbatch=--OPTION=VALUE",
+        )
+    return done.stdout.strip().split(";")[0]

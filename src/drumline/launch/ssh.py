@@ -1,0 +1,141 @@
+"""Start one run on several hosts over SSH: what is run on each, what they are given, and how it ended.
+
+Each host runs the elastic launcher that `drumline train --nnodes` is anyway, inside a far end (`far_end`) that ends it
+when this process wants it or is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+
+from drumline.errors import (
+    EXIT_CODES,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    EXIT_USER,
+    DrumlineError,
+)
+from drumline.launch.hosts_file import RemoteHost
+from drumline.report.records import tell
+from drumline.launch.ssh_checks import ready, why_no_answer
+from drumline.launch.ssh_plan import Plan
+from drumline.launch.ssh_sessions import Line, Session, Show, follow
+
+_SSH_SAYS = re.compile(r"ssh: |Timeout, server|Connection (to|closed|reset)|client_loop: ")
+_LAST_LINES = 20
+_GRAVITY = (EXIT_USER, EXIT_USAGE, EXIT_FAILED, EXIT_STOPPED, EXIT_INTERRUPTED, 0)
+"""How a run ended whose hosts ended differently: the first of these that one of them ended with."""
+_ENDED = {EXIT_STOPPED: "stopped, and everything is saved", EXIT_INTERRUPTED: "interrupted"}
+_LOST_PEER = "lost the other ranks:"
+"""As `causes` puts it when a rank died of another one's death."""
+
+
+def launch(plan: Plan, *, checks: bool) -> int:
+    """Check the hosts, run the command on all of them, and give the exit code, having said what went wrong."""
+    if checks and (code := ready(plan)):
+        return code
+    sessions = [Session(host, plan.ssh_line(host), plan.order(host)) for host in plan.hosts]
+    stops = follow(sessions, _prefixed(plan.hosts), together=True)
+    code, cause = outcome(sessions, plan, stops=stops)
+    if cause is not None:
+        tell(cause)
+    elif code:
+        sys.stderr.write(f"{_ENDED[code]}; to go on, start the same command again\n")
+    return code
+
+
+def outcome(sessions: Sequence[Session], plan: Plan, *, stops: int) -> tuple[int, DrumlineError | None]:
+    """The exit code of the whole, and the first cause of a failure.
+
+    stops: how often it was asked to stop
+    """
+    if stops > 1:
+        return EXIT_INTERRUPTED, None
+    codes = {session: _code(session, asked=stops > 0) for session in sessions}
+    code = min(codes.values(), key=_GRAVITY.index)
+    if code in (0, EXIT_STOPPED, EXIT_INTERRUPTED):
+        return code, None
+    causes = [_cause(session, plan) for session, its in codes.items() if its == code]
+    return code, min(causes, key=lambda found: (_LOST_PEER in found[2].problem, found[0], found[1]))[2]
+
+
+def _code(session: Session, *, asked: bool) -> int:
+    if session.code in (0, *EXIT_CODES):
+        return int(session.code or 0)
+    if asked and (session.code is None or session.code > 128):
+        return EXIT_INTERRUPTED
+    return EXIT_FAILED if "started" in session.answers else EXIT_USER
+
+
+def _cause(session: Session, plan: Plan) -> tuple[bool, float, DrumlineError]:
+    """Whether a host ended without a word on why, when it said so, by the clock here, and what went wrong.
+
+    A mistake that all hosts make is told by one of them: the others say nothing, whatever they said before.
+    """
+    name, lines = session.host.name, [line for line in session.lines if line.stream == "stderr"]
+    if session.code is None:
+        return False, session.ended_s or 0.0, _lost(session, plan, [line.text for line in lines])
+    starts = [number for number, line in enumerate(lines) if line.text.startswith("error: ")]
+    if starts:
+        return False, lines[starts[-1]].heard_s, _error(name, [line.text for line in lines[starts[-1] :]])
+    starts = [number for number, line in enumerate(lines) if line.text.startswith("Traceback (")]
+    last = lines[starts[-1] :] if starts else lines[-_LAST_LINES:]
+    killed = session.code - 128 in signal.valid_signals()
+    how = (
+        f"was ended by {signal.Signals(session.code - 128).name}" if killed else f"ended with exit code {session.code}"
+    )
+    return (
+        not (starts or killed),
+        last[0].heard_s if last else session.ended_s or 0.0,
+        DrumlineError(
+            f"{name}: drumline {how}",
+            details=[line.text for line in last],
+            fix="start the same command again to go on" if killed else f"see what {name} said above",
+        ),
+    )
+
+
+def _lost(session: Session, plan: Plan, said: Sequence[str]) -> DrumlineError:
+    """Why there is no end to a host's story."""
+    if "started" not in session.answers:
+        found = why_no_answer(session, plan)
+        return DrumlineError(f"{session.host.name}: {found.what}", fix=found.fix)
+    last = next((f": {text.strip()}" for text in reversed(said) if _SSH_SAYS.match(text)), "")
+    fix = "see that the host is there, and start the same command again to go on"
+    return DrumlineError(f"the connection to {session.host.name} was lost{last}", fix=fix)
+
+
+def _error(name: str, lines: Sequence[str]) -> DrumlineError:
+    """A host's own error, as `records.tell` wrote it."""
+    problem = lines[0].removeprefix("error: ")
+    details = []
+    fix = "start the same command again to go on"
+    for line in lines[1:]:
+        if line.startswith("  fix: "):
+            fix = line.removeprefix("  fix: ")
+            break
+        if line.startswith("  "):
+            details.append(line[2:])
+    # What a supervisor says of a rank names the rank's host itself, which may not be the one that says it.
+    return DrumlineError(problem if problem.startswith("rank ") else f"{name}: {problem}", details=details, fix=fix)
+
+
+def _prefixed(hosts: Sequence[RemoteHost]) -> Show:
+    """Every line with the name of its host before it, on the stream it came from."""
+    width = max(len(host.name) for host in hosts)
+
+    def show(host: RemoteHost, line: Line) -> None:
+        stream = sys.stdout if line.stream == "stdout" else sys.stderr
+        try:
+            stream.buffer.write(f"{host.name:<{width}} | {line.text}\n".encode())
+            stream.buffer.flush()
+        except OSError:  # nobody reads it any more, which is no reason to end a run
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+    return show

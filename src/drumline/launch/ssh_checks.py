@@ -1,0 +1,187 @@
+"""Are the hosts fit to start a run on? Every one is asked at once, and every trouble is told, with what to type."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from drumline.network.interfaces import is_loopback
+from drumline.errors import EXIT_INTERRUPTED, EXIT_USER, DrumlineError
+from drumline.doctor.finding import Finding, worst
+from drumline.report.records import tell
+from drumline.launch.ssh_plan import Plan
+from drumline.launch.ssh_sessions import Session, follow
+
+_LIMIT_S = 120.0
+"""How long a host may take to answer: longer than anything but a disk or a GPU that hangs."""
+_INSTALL = "pip install -c constraints.txt -e ."
+
+
+def ready(plan: Plan) -> int:
+    """Ask all hosts, say what is not in order, and give an exit code: 0 if the run can start."""
+    hosts = plan.hosts
+    sessions = [Session(host, plan.ssh_line(host), plan.check()) for host in hosts]
+    if follow(sessions, lambda host, line: None, together=False, limit_s=_LIMIT_S):
+        tell(DrumlineError("interrupted", fix="start the same command again"))
+        return EXIT_INTERRUPTED
+    known = meeting_addresses(sessions)
+    findings = [finding for session in sessions for finding in look(session, plan, known)]
+    findings += compare_versions(sessions, plan)
+    say(findings, all_hosts=len(hosts))
+    if worst(findings) == "failed":
+        return EXIT_USER
+    shown = ", ".join(f"{package} {version}" for package, version in sessions[0].answers["versions"].items())
+    names = ", ".join(host.name for host in hosts)
+    sys.stdout.write(f"{len(hosts)} {'hosts are' if len(hosts) > 1 else 'host is'} ready: {names} ({shown})\n")
+    sys.stdout.flush()
+    return 0
+
+
+def look(session: Session, plan: Plan, known: Sequence[str] = ()) -> list[Finding]:
+    """What one host's answer means.
+
+    known: addresses of the meeting place, as others know them
+    """
+    host, answers = session.host, session.answers
+    if "versions" not in answers:
+        return [why_no_answer(session, plan)]
+    findings = []
+    meeting_host, addresses = plan.meeting_host, answers["meeting_addresses"]
+    elsewhere = plan.again(endpoint=f"{next(iter(known), 'ADDRESS')}:{plan.endpoint.partition(':')[2]}")
+    if not addresses:
+        what = f"the name {meeting_host}, where all hosts meet, does not resolve there"
+        named = [plan.by_hand(host, f"echo {each} {meeting_host} | sudo tee -a /etc/hosts") for each in known]
+        findings.append(Finding("names", "failed", what, next(iter(named), elsewhere), host.name))
+    elif host.name != meeting_host and all(is_loopback(each) for each in addresses):
+        what = f"the name {meeting_host}, where all hosts meet, means the host itself there ({addresses[0]})"
+        findings.append(Finding("names", "failed", what, elsewhere, host.name))
+    if not answers["cwd"]:
+        fix = f"{plan.by_hand(host, 'mkdir', '-p', plan.workdir)}   # or give --workdir DIR"
+        findings.append(Finding("folder", "failed", f"there is no {plan.workdir}", fix, host.name))
+    elif "argv" in plan.check():
+        findings += doctors_findings(session, plan)
+    return findings
+
+
+def doctors_findings(session: Session, plan: Plan) -> list[Finding]:
+    """What the quick part of `drumline doctor` found on a host, which it took for the only one."""
+    out = "\n".join(line.text for line in session.lines if line.stream == "stdout")
+    name = session.host.name
+    try:
+        report = json.loads(out[out.index("{") :])
+        found = [Finding(**{**finding, "host": finding["host"] or name}) for finding in report["findings"]]
+    except (ValueError, KeyError, TypeError):
+        if session.code is None:
+            what = f"its checks did not end within {_LIMIT_S:.0f} s"
+        else:
+            said = _errors(session)
+            errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
+            what = f"its checks gave no report: {(errors or said or [f'exit code {session.code}'])[-1]}"
+        fix = plan.by_hand(
+            session.host, f"cd {shlex.quote(plan.workdir)} && {shlex.quote(plan.python)} -m drumline doctor --quick"
+        )
+        return [Finding("doctor", "failed" if session.code is None else "warning", what, fix, name)]
+    return [_among_hosts(finding, session, plan) for finding in found if finding.state != "ok"]
+
+
+def _among_hosts(finding: Finding, session: Session, plan: Plan) -> Finding:
+    """Only the first host must be able to write the run folder."""
+    spared = finding.check == "disk" and finding.state == "failed" and session.host != plan.hosts[0]
+    return replace(finding, state="warning") if spared else finding
+
+
+def why_no_answer(session: Session, plan: Plan) -> Finding:
+    """What kept ssh, or Python at the other end, from answering."""
+    host, said = session.host, _errors(session)
+    text = "\n".join(said)
+    by_hand = plan.by_hand(host, "true")
+    install = plan.by_hand(host, f"cd CHECKOUT && {shlex.quote(plan.python)} -m {_INSTALL}")
+    causes = {
+        "REMOTE HOST IDENTIFICATION HAS CHANGED": (
+            "its host key has changed: another machine may pose as it",
+            f"ssh-keygen -R {host.name} && {by_hand}   # once you know whose key it is",
+        ),
+        "Host key verification failed": (
+            "its host key is not known here",
+            f"{by_hand}   # and say yes to the right key",
+        ),
+        "Permission denied": ("ssh is not let in without a password", f"ssh-copy-id {host.target}"),
+        "Could not resolve hostname": (
+            "its name does not resolve here",
+            f"echo ADDRESS {host.name} | sudo tee -a /etc/hosts   # or mend the name in --hosts",
+        ),
+        "Connection refused": ("nothing listens for ssh there", f"systemctl start ssh   # on {host.name}"),
+        "timed out": ("it does not answer", f"ping -c 3 {host.name}"),
+        "No route to host": ("there is no way to it", f"ping -c 3 {host.name}"),
+        "No module named": (
+            f"drumline is not installed for {plan.python} there",
+            f"{install}   # CHECKOUT: where drumline's files lie there",
+        ),
+    }
+    for sign, (what, fix) in causes.items():
+        if sign in text:
+            return Finding("ssh", "failed", f"{what} ({_last_of(said, sign)})", fix, host.name)
+    if session.ssh_code in (126, 127):
+        fix = f"{plan.again(python='PATH')}   # PATH: a Python with drumline, the same on every host"
+        return Finding("python", "failed", f"there is no {plan.python}", fix, host.name)
+    last = said[-1] if said else f"exit code {session.ssh_code}"
+    return Finding("ssh", "failed", f"no answer over ssh ({last})", by_hand, host.name)
+
+
+def compare_versions(sessions: Sequence[Session], plan: Plan) -> list[Finding]:
+    """Hosts whose versions are not those of the first one that answered."""
+    answered = [session for session in sessions if "versions" in session.answers]
+    findings = []
+    for session in answered:
+        first, wanted = answered[0].host, answered[0].answers["versions"]
+        for package, version in session.answers["versions"].items():
+            if version != wanted[package]:
+                what = f"{package} is {version} there, and {wanted[package]} on {first.name}"
+                fix = _install(package, wanted[package], session, plan)
+                findings.append(Finding("versions", "failed", what, fix, session.host.name))
+    return findings
+
+
+def _install(package: str, version: str, session: Session, plan: Plan) -> str:
+    """The line that gives a host a version; drumline itself is installed from its checkout."""
+    if package == "torch":
+        return plan.by_hand(session.host, plan.python, "-m", "pip", "install", f"{package}=={version}")
+    how = {
+        "python": f"uv venv --clear --python {version} && uv {_INSTALL}",
+        "drumline": f"git pull && {shlex.quote(plan.python)} -m {_INSTALL}",
+    }
+    checkout = session.answers["checkout"]
+    folder = shlex.quote(checkout) if checkout else "CHECKOUT"
+    return plan.by_hand(session.host, f"cd {folder} && {how[package]}")
+
+
+def meeting_addresses(sessions: Sequence[Session]) -> list[str]:
+    """What hosts that answered take the meeting place's name for, and another host could use."""
+    found = [address for session in sessions for address in session.answers.get("meeting_addresses", ())]
+    return [address for address in found if not is_loopback(address)]
+
+
+def say(findings: Sequence[Finding], *, all_hosts: int) -> None:
+    """Two lines for each, those that several hosts have alike only once."""
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for finding in findings:
+        joint = " " if finding.what.startswith("is ") else ": "  # as findings about variables do
+        sentence = f"{finding.check}{joint}{finding.what}"
+        alike.setdefault((finding.state, sentence, finding.fix), []).append(finding.host)
+    for (state, what, fix), names in alike.items():
+        who = "all hosts" if len(names) == all_hosts > 1 else ", ".join(names)
+        if state == "failed":
+            tell(DrumlineError(f"{who}: {what}", fix=fix))
+        else:
+            sys.stderr.write(f"{state}: {who}: {what}\n" + (f"  fix: {fix}\n" if fix else ""))
+
+
+def _errors(session: Session) -> list[str]:
+    return [line.text.strip() for line in session.lines if line.stream == "stderr" and line.text.strip()]
+
+
+def _last_of(said: Sequence[str], sign: str) -> str:
+    return next(line for line in reversed(said) if sign in line)

@@ -1,0 +1,208 @@
+"""What `drumline launch` runs over SSH: the command line of each ssh, and what the host behind it is told to run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drumline.config.settings import MEETING_PORT
+from drumline.errors import ConfigError
+from drumline.parallel.heartbeat import ATTEMPT
+from drumline.launch.hosts_file import RemoteHost, parse_hosts, read_hosts
+from drumline.launch.job_command import flag
+from drumline.doctor.environment import masked
+
+COMMANDS = ("train", "bench", "doctor")
+SILENT_S = 60.0
+"""How long a host may hear nothing from here before it takes its link for cut."""
+_OPTIONS = (
+    *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+)
+"""Ask nothing, for there may be nobody to answer; and notice within 15 s when a host no longer does."""
+_PASSED = (
+    *("NCCL_", "GLOO_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUBLAS_"),
+    *("OMP_", "MKL_", "KMP_", "ONEDNN_", "HF_", "TOKENIZERS_", "WANDB_", "DRUMLINE_"),
+)
+_PASSED_NAMES = frozenset(
+    "PYTHONPATH http_proxy https_proxy no_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY "
+    "CUDA_LAUNCH_BLOCKING CUDA_DEVICE_MAX_CONNECTIONS".split()
+)
+_NEVER = frozenset("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()) | {ATTEMPT}
+_LAST_PORT = 65535
+_OURS = {
+    "nproc": "put it before the --, or give each host its own: --hosts a:2,b:4",
+    "nnodes": "leave it out: the hosts are counted",
+    "rdzv_endpoint": "put it before the --",
+    "names": "leave it out: the hosts' names are known",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that there is to know about a start."""
+
+    hosts: Sequence[RemoteHost]
+    command: Sequence[str]
+    """What follows `drumline`, as train --total_steps 100."""
+    nproc: int | None
+    """Ranks on a host that does not say; None: one per GPU."""
+    ssh: Sequence[str]
+    endpoint: str
+    """HOST:PORT where the hosts meet."""
+    workdir: str
+    python: str
+    environ: Mapping[str, str]
+
+    @property
+    def meeting_host(self) -> str:
+        return self.endpoint.partition(":")[0]
+
+    @property
+    def far_end(self) -> str:
+        """What ssh has the host's shell run."""
+        path = self.environ.get("PYTHONPATH")
+        before = ["env", f"PYTHONPATH={path}"] if path else []
+        return shlex.join([*before, self.python, "-m", "drumline.launch.remote_agent"])
+
+    def order(self, host: RemoteHost) -> dict[str, Any]:
+        """What a host is told to run."""
+        return self._order(self.words(host))
+
+    def words(self, host: RemoteHost) -> list[str]:
+        """What follows `drumline` on a host."""
+        slots = host.slots or self.nproc
+        words = [*self.command]
+        if slots and self.command[0] != "doctor":
+            words += ["--nproc", str(slots)]
+        if len(self.hosts) > 1 and self.command[0] != "bench":
+            words += ["--nnodes", str(len(self.hosts)), "--rdzv_endpoint", self.endpoint]
+        if len(self.hosts) > 1 and self.command[0] == "doctor":
+            words += ["--names", ",".join(each.name for each in self.hosts)]  # a host that stays away has no other
+        return words
+
+    def check(self) -> dict[str, Any]:
+        """What every host is asked before: some facts, and the doctor's quick part unless he is called anyway."""
+        run_dir = flag(self.command, "run_dir")
+        quick = ["doctor", "--quick", "--json", *(["--run_dir", run_dir] if run_dir else [])]
+        return {"meeting_host": self.meeting_host, **self._order([] if self.command[0] == "doctor" else quick)}
+
+    def _order(self, words: Sequence[str]) -> dict[str, Any]:
+        argv = {"argv": [self.python, "-m", "drumline", *words]} if words else {}
+        return {**argv, "environ": dict(self.environ), "cwd": self.workdir, "silent_s": SILENT_S}
+
+    def ssh_line(self, host: RemoteHost) -> list[str]:
+        """The command line of ssh. What the user gave comes first: of two settings ssh takes the first."""
+        return [*self.ssh, *_OPTIONS, host.target, self.far_end]
+
+    def by_hand(self, host: RemoteHost, *words: str) -> str:
+        """A line to type that runs something there."""
+        return shlex.join([*self.ssh, host.target, *words])
+
+    def again(self, *, endpoint: str | None = None, python: str | None = None) -> str:
+        """The line to type that starts the same, with something else in it."""
+        hosts = ",".join(f"{host.target}:{host.slots}" if host.slots else host.target for host in self.hosts)
+        flags = {
+            "--ssh": (shlex.join(self.ssh), "ssh"),
+            "--rdzv_endpoint": (endpoint or self.endpoint, f"{self.hosts[0].name}:{MEETING_PORT}"),
+            "--workdir": (self.workdir, str(Path.cwd())),
+            "--python": (python or self.python, sys.executable),
+            "--nproc": (str(self.nproc), "None"),
+        }
+        words = [word for name, (value, default) in flags.items() if value != default for word in (name, value)]
+        words += [word for name in self.environ if not _steers(name) for word in ("--env", name)]
+        return shlex.join(["drumline", "launch", "--hosts", hosts, *words, "--", *self.command])
+
+
+def make_plan(
+    command: Sequence[str],
+    *,
+    hosts: str | None,
+    hostfile: Path | None,
+    nproc: int | None,
+    ssh: str,
+    rdzv_endpoint: str | None,
+    workdir: Path | None,
+    python: str,
+    environ: Mapping[str, str],
+) -> Plan:
+    """A plan from what the command line says; ConfigError for what cannot work."""
+    _check_command(command)
+    if hosts is not None and hostfile is None:
+        found = parse_hosts(hosts)
+    elif hosts is None and hostfile is not None:
+        found = read_hosts(hostfile)
+    else:
+        raise ConfigError("the hosts are to be given in one way", fix="--hosts a,b, or --hostfile FILE")
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"nproc is {nproc}", fix="give --nproc a value of 1 or more")
+    words = shlex.split(ssh)
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(f"--ssh {ssh!r}: there is no such program", fix="apt install openssh-client")
+    return Plan(
+        hosts=found,
+        command=command,
+        nproc=nproc,
+        ssh=words,
+        endpoint=_endpoint(rdzv_endpoint or found[0].name),
+        workdir=str((workdir or Path.cwd()).absolute()),
+        python=python,
+        environ=environ,
+    )
+
+
+def _endpoint(given: str) -> str:
+    host, colon, port = given.partition(":")
+    port = port if colon else str(MEETING_PORT)
+    if not host or not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
+        raise ConfigError(
+            f"--rdzv_endpoint {given} is not HOST:PORT", fix=f"as in --rdzv_endpoint {host or 'host-a'}:{MEETING_PORT}"
+        )
+    return f"{host}:{port}"
+
+
+def _check_command(command: Sequence[str]) -> None:
+    """ConfigError for a command that cannot be started on several hosts."""
+    if not command or command[0] not in COMMANDS:
+        given = f"{command[0]!r} is not a command for hosts" if command else "there is nothing to run on the hosts"
+        raise ConfigError(
+            f"{given}; they take {', '.join(COMMANDS)}", fix="drumline launch --hosts a,b -- train --total_steps 100"
+        )
+    for name, fix in _OURS.items():
+        if flag(command, name) is not None:
+            raise ConfigError(f"--{name} is not {command[0]}'s to say when hosts are started for it", fix=fix)
+
+
+def passed_on(environ: Mapping[str, str], more: Iterable[str]) -> dict[str, str]:
+    """The variables that hosts are given: those that steer torch and its friends, and `more`."""
+    found = {name: value for name, value in environ.items() if _steers(name)}
+    for name in more:
+        if name in _NEVER:
+            raise ConfigError(f"--env {name}: every rank is given its own", fix=f"leave out --env {name}")
+        if name not in environ:
+            raise ConfigError(f"--env {name}: there is no such variable", fix=f"export {name}=... first")
+        found[name] = environ[name]
+    return dict(sorted(found.items()))
+
+
+def _steers(name: str) -> bool:
+    return (name.startswith(_PASSED) or name in _PASSED_NAMES) and name not in _NEVER
+
+
+def describe(plan: Plan, *, checks: bool) -> list[str]:
+    """What `launch` would run, line by line: ssh's command line, and what it is given on stdin."""
+    lines = []
+    for host in plan.hosts:
+        for what, order in [*([("check", plan.check())] if checks else []), ("start", plan.order(host))]:
+            shown = {**order, "environ": {name: masked(name, value) for name, value in order["environ"].items()}}
+            lines += [
+                f"{what} {host.name}: {shlex.join(plan.ssh_line(host))}",
+                f"  stdin: {json.dumps(shown)}",
+            ]
+    return lines

@@ -1,0 +1,211 @@
+"""One ssh to each host, followed together: whole lines, signs of life both ways, and one Ctrl-C for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, Literal
+
+from drumline.launch.remote_agent import MARK
+from drumline.launch.hosts_file import RemoteHost
+
+Stream = Literal["stdout", "stderr"]
+
+_BEAT_S, _POLL_S, _FOLLOW_S, _LEAVE_S, _DRAIN_S = 5.0, 0.1, 5.0, 5.0, 1.0
+"""Between signs of life; how long the others may take to end by themselves when one host has failed; a host to end when
+it is killed; and what ssh said to arrive once it has ended."""
+_KEPT_LINES = 2000
+_LONGEST_BYTES = 65536
+"""What is longer is a line, whether it has ended or not."""
+# A progress bar goes back to where its line began and writes it anew: each of them is a line.
+_LINE_ENDS = re.compile(rb"\r*\n(?:\r+(?=[^\r\n]))?|\r+(?=[^\r\n])")
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a host said, without the end of the line."""
+
+    stream: Stream
+    text: str
+    heard_s: float
+    """By the clock here: those of the hosts need not agree."""
+
+
+Show = Callable[[RemoteHost, Line], None]
+
+
+class Session:
+    """A host's far end, seen from here."""
+
+    def __init__(self, host: RemoteHost, command: Sequence[str], order: dict[str, Any]) -> None:
+        self.host = host
+        self.answers: dict[str, Any] = {}
+        """What the far end told, all together; without a code it never came to its end."""
+        self.lines: deque[Line] = deque(maxlen=_KEPT_LINES)
+        self.ended_s: float | None = None
+        pipe = subprocess.PIPE
+        # In a session of its own: a terminal's Ctrl-C is for the launcher alone, which asks the hosts to stop once.
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        self._half: dict[Stream, bytes] = {}
+        self._exited_s: float | None = None
+        self._unsent = b""
+        assert self._process.stdin is not None
+        # One host that is slow to read does not keep the others waiting.
+        os.set_blocking(self._process.stdin.fileno(), False)
+        self.send(json.dumps(order))
+
+    @property
+    def ssh_code(self) -> int | None:
+        return self._process.returncode
+
+    @property
+    def code(self) -> int | None:
+        """How the command ended there; None if that is not known."""
+        return self.answers.get("code")
+
+    @property
+    def pipes(self) -> Iterator[tuple[Stream, IO[bytes]]]:
+        assert self._process.stdout is not None and self._process.stderr is not None
+        yield "stdout", self._process.stdout
+        yield "stderr", self._process.stderr
+
+    def send(self, word: str) -> None:
+        """One line to the far end, now or when `follow` sees that it takes more."""
+        self._unsent += word.encode() + b"\n"
+        self.send_rest()
+
+    def send_rest(self) -> None:
+        """What it takes now; if it is gone, that is seen elsewhere."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._process.stdin.fileno(), self._unsent) :]
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def read(self, stream: Stream, pipe: IO[bytes]) -> tuple[bool, list[Line]]:
+        """Whether more may come, and what did, in whole lines; half a line at the end counts as one."""
+        chunk = os.read(pipe.fileno(), 65536)
+        *whole, half = _LINE_ENDS.split((self._half.pop(stream, b"") + chunk).lstrip(b"\r"))
+        if chunk and len(half) <= _LONGEST_BYTES:
+            self._half[stream] = half
+        elif half:
+            whole.append(half)
+        return bool(chunk), [line for text in whole for line in self._take(stream, text)]
+
+    def _take(self, stream: Stream, raw: bytes) -> Iterator[Line]:
+        text, mark, answer = raw.decode(errors="replace").rstrip("\r").partition(MARK)
+        if mark:
+            with contextlib.suppress(ValueError):
+                self.answers |= json.loads(answer)
+        if text or not mark:
+            line = Line(stream, text, time.monotonic())
+            self.lines.append(line)
+            yield line
+
+    def look(self, *, drained: bool) -> None:
+        """See whether ssh has ended. One that it left in the background may keep its pipes open for ever."""
+        if self._process.poll() is not None and self.ended_s is None:
+            now_s = time.monotonic()
+            self._exited_s = self._exited_s or now_s
+            if drained or now_s - self._exited_s > _DRAIN_S:
+                self.ended_s = now_s
+
+    def close(self) -> None:
+        for _, pipe in self.pipes:
+            pipe.close()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+
+def follow(sessions: Sequence[Session], show: Show, *, together: bool, limit_s: float = float("inf")) -> int:
+    """Until all have ended; gives how often a signal asked to stop.
+
+    together: one that fails ends the others, and the first signal lets all of them save
+    limit_s:  after which those that still run are killed
+    """
+    began_s = beaten_s = time.monotonic()
+    asked = killed_s = failed_s = None
+    with _counting_signals() as stops, _reading(sessions) as selector:
+        while running := [session for session in sessions if session.ended_s is None]:
+            _read(selector, show)
+            now_s = time.monotonic()
+            open_ones = {key.data[0] for key in selector.get_map().values()}
+            for session in running:
+                session.send_rest()
+                session.look(drained=session not in open_ones)
+                if session.ended_s is not None and session.code != 0:
+                    failed_s = failed_s or now_s
+            if now_s - beaten_s > _BEAT_S:
+                beaten_s = now_s
+                _send(running, "")
+            follows = together and failed_s is not None and now_s - failed_s > _FOLLOW_S
+            if asked is None and (stops or follows):
+                asked = _send(running, "TERM")
+                if stops and together:
+                    _say("asking all hosts to save and stop; the same once more ends them at once")
+            if killed_s is None and (len(stops) > (1 if together else 0) or now_s - began_s > limit_s):
+                _send(running, "KILL")
+                killed_s = now_s
+            if killed_s is not None and now_s - killed_s > _LEAVE_S:
+                for session in running:
+                    session.kill()
+    return len(stops)
+
+
+@contextlib.contextmanager
+def _reading(sessions: Sequence[Session]) -> Iterator[selectors.BaseSelector]:
+    with selectors.DefaultSelector() as selector:
+        for session in sessions:
+            for stream, pipe in session.pipes:
+                selector.register(pipe, selectors.EVENT_READ, (session, stream))
+        try:
+            yield selector
+        finally:
+            for session in sessions:
+                session.close()
+
+
+def _read(selector: selectors.BaseSelector, show: Show) -> None:
+    for key, _ in selector.select(_POLL_S):
+        session, stream = key.data
+        goes_on, lines = session.read(stream, key.fileobj)
+        for line in lines:
+            show(session.host, line)
+        if not goes_on:
+            selector.unregister(key.fileobj)
+
+
+def _send(sessions: Sequence[Session], word: str) -> bool:
+    for session in sessions:
+        session.send(word)
+    return True
+
+
+@contextlib.contextmanager
+def _counting_signals() -> Iterator[list[int]]:
+    stops: list[int] = []
+    before = {signum: signal.signal(signum, lambda signum, frame: stops.append(signum)) for signum in _STOP_SIGNALS}
+    try:
+        yield stops
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,66 @@
+"""Before the first step all ranks compare what they are about to train with; an odd one is named before it harms."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import socket
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+import drumline
+from drumline.parallel.world import World
+from drumline.config.settings import TrainConfig
+from drumline.errors import DrumlineError
+
+# Where things lie may differ from host to host; what they hold is compared by hash.
+_LOCAL = frozenset("run_dir resume_from data_dir train_data_path valid_data_path tokenizer nproc device doctor".split())
+
+
+class DisagreementError(DrumlineError):
+    """Ranks that would not train the same run."""
+
+
+def versions() -> dict[str, str]:
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"  # type: ignore[no-untyped-call]
+    return {
+        "drumline": drumline.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda),
+        "nccl": nccl,
+    }
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """Every setting that all ranks must have alike."""
+    return {name: value for part in asdict(config).values() for name, value in part.items() if name not in _LOCAL}
+
+
+def digest(value: str | None) -> str:
+    """A few letters that stand for something long."""
+    return "none" if value is None else hashlib.sha256(value.encode()).hexdigest()[:12]
+
+
+def compare(world: World, facts: dict[str, Any]) -> None:
+    """Stop the run on every rank if the ranks differ in any of these facts."""
+    everyone = world.gather({"host": socket.gethostname(), **{name: str(value) for name, value in facts.items()}})
+    differing = [name for name in facts if len({each[name] for each in everyone}) > 1]
+    if not differing:
+        return
+    rows, odd_hosts = [], set()
+    for name in differing:
+        usual = Counter(each[name] for each in everyone).most_common(1)[0][0]
+        for rank, each in enumerate(everyone):
+            if each[name] != usual:
+                rows.append(f"rank {rank} on {each['host']}: {name} {each[name]} (others: {usual})")
+                odd_hosts.add(each["host"])
+    raise DisagreementError(
+        f"the ranks would not train the same run: they differ in {', '.join(differing)}",
+        fix=f"make {', '.join(sorted(odd_hosts))} like the others: same versions, flags and data on every host",
+        details=rows,
+        told=not world.is_main,
+    )

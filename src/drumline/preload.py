@@ -1,5 +1,0 @@
-"""Imported first by the server that ranks are forked from: a launcher that is killed must not leave it behind."""
-
-from drumline.heartbeat import die_with_parent
-
-die_with_parent()

@@ -1,0 +1,278 @@
+"""Records: one per logged step, to the console, metrics.jsonl, train.log and whoever else was asked for.
+
+metrics.jsonl is the truth that every plot reads; all else shows the same record in another form. A sink has
+write(record) and close(); one that fails is dropped with a warning and never stops a run. Nor does a disk that is full,
+read-only or away, or a console that is gone: that is said once, on what still works, and tried again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from drumline.files.disk import LineFile, PostponedError
+from drumline.errors import DrumlineError
+
+Record = dict[str, Any]
+_CONSOLE = "the console"
+
+
+class Sink(Protocol):
+    def write(self, record: Record) -> None: ...
+    def close(self) -> None: ...
+
+
+class Records:
+    """Hands each record to every sink, and messages for people to those that show them."""
+
+    def __init__(self, sinks: Sequence[Sink], *, log: Path | None, silent: bool = False) -> None:
+        self._sinks = list(sinks)
+        self._log = LineFile(log) if log else None
+        self._silent = silent
+        self._total_steps = 0
+        self._bar: Progress | None = None
+        self._failing: dict[object, str] = {}
+
+    def write(self, record: Record) -> None:
+        self._line(format_record(record, total_steps=self._total_steps))
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=record["step"])
+        for sink in list(self._sinks):
+            try:
+                sink.write(record)
+                self._works(sink)
+            except PostponedError as error:
+                self._fails(sink, str(error.filename), error)
+            except Exception as error:
+                self._drop(sink, error)
+
+    def say(self, message: str) -> None:
+        """A message for people: console and train.log."""
+        self._line(message)
+
+    def attempt(self, what: str, write: Callable[[], object]) -> None:
+        """Write something that a run can do without: a disk that refuses is said once, and the run goes on."""
+        try:
+            write()
+        except OSError as error:
+            self._fails(what, what, error)
+        else:
+            self._works(what)
+
+    def start_progress(self, total_steps: int) -> None:
+        """From here on records are of a run this long; on a terminal a bar shows how far it is."""
+        self._total_steps = total_steps
+        if sys.stdout.isatty() and not self._silent:
+            self._bar = _bar(total_steps)
+            self._bar.start()
+
+    def stop_progress(self) -> None:
+        if self._bar is not None:
+            bar, self._bar = self._bar, None
+            with suppress(OSError, ValueError):  # the terminal is gone
+                bar.stop()
+
+    def close(self) -> None:
+        self.stop_progress()
+        for sink in list(self._sinks):
+            try:
+                sink.close()
+            except Exception as error:
+                self._drop(sink, error)
+        if self._log is not None:
+            log, self._log = self._log, None
+            try:
+                log.close()
+            except OSError as error:
+                self._line(f"warning: {error}")
+        if _CONSOLE in self._failing:
+            _forget_stdout()
+
+    def _line(self, text: str) -> None:
+        self.attempt(_CONSOLE, lambda: self._show(text))
+        if (log := self._log) is not None:
+            self.attempt(str(log.path), lambda: log.append(text))
+
+    def _show(self, text: str) -> None:
+        try:
+            if self._bar is not None:
+                self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            elif not self._silent:
+                print(text, flush=True)
+        except (OSError, ValueError) as error:  # ValueError: closed, or of an encoding that lacks a character
+            self.stop_progress()
+            raise OSError(str(error)) from error
+
+    def _fails(self, thing: object, what: str, error: OSError) -> None:
+        if thing in self._failing:
+            return
+        self._failing[thing] = what
+        text = f"warning: {what} cannot be written ({error.strerror or error}); the run goes on and tries again"
+        if what == _CONSOLE:
+            _to_stderr(text)
+        self._line(text)
+
+    def _works(self, thing: object) -> None:
+        if thing in self._failing:
+            self._line(f"{self._failing.pop(thing)} can be written again")
+
+    def _drop(self, sink: Sink, error: Exception) -> None:
+        self._sinks.remove(sink)
+        self._line(f"warning: {type(sink).__name__} failed and gets no more records ({type(error).__name__}: {error})")
+
+
+def tell(error: DrumlineError) -> None:
+    """What is wrong and what to do, on stderr; unless another rank tells it."""
+    if not error.told:
+        lines = [f"error: {' '.join(error.problem.split())}", *(f"  {line}" for line in error.details)]
+        _to_stderr("\n".join([*lines, f"  fix: {' '.join(error.fix.split())}"]))
+
+
+def flush_console() -> None:
+    """Write out what was printed; where nobody can read it any more, or never could, that is all right."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+
+
+def _to_stderr(text: str) -> None:
+    with suppress(OSError, ValueError):  # there is nowhere left to say it
+        print(text, file=sys.stderr, flush=True)
+
+
+def _forget_stdout() -> None:
+    """Let what stdout did not take go nowhere: Python's last try to write it would make a good run exit with 120."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+class JsonlSink:
+    """metrics.jsonl: one JSON object per line. What the disk refuses is kept for later (PostponedError)."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = LineFile(path)
+
+    def write(self, record: Record) -> None:
+        # NaN is not JSON: strict readers would refuse the whole line.
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+        self._file.append(json.dumps(clean))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[Record]:
+    """All records of a metrics.jsonl; a last line cut short by a crash is left out."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [record for line in lines if (record := _parsed(line)) is not None]
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop the records of steps that a resumed run will do again, so that none appears twice.
+
+    Records lie in the order of their steps, so those are the file's end. Cutting it off is done at once or not at all,
+    and needs no room on the disk.
+    """
+    content = path.read_bytes() if path.exists() else b""
+    end = kept = 0
+    for line in content.splitlines(keepends=True):
+        end += len(line)
+        record = _parsed(line)
+        if record is not None and record["step"] > step:
+            break
+        if record is not None and line.endswith(b"\n"):
+            kept = end
+    if kept < len(content):
+        os.truncate(path, kept)
+
+
+def _parsed(line: bytes) -> Record | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def format_record(record: Record, *, total_steps: int) -> str:
+    """step   1,200/10,000 | loss 3.2814 | lr 5.99e-04 | grad 0.41 | 182.4k tok/s | mfu 41.2% | eta 1h12m"""
+    total = f"{total_steps:,}"
+    parts = [f"step {record['step']:>{len(total) + 1},}/{total}"]
+    for key, shown in _FORMATS.items():
+        if record.get(key) is not None:
+            parts.append(shown(record[key]))
+    return " | ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """1h12m, 3m05s, 41s"""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def count(number: float) -> str:
+    """182.4k, 3.1M"""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"
+
+
+_FORMATS: dict[str, Callable[[Any], str]] = {
+    "loss": lambda v: f"loss {v:.4f}",
+    "valid_loss": lambda v: f"held-out loss {v:.4f}",
+    "perplexity": lambda v: f"perplexity {v:,.2f}",
+    "bits_per_byte": lambda v: f"{v:.4f} bits/byte",
+    "lr": lambda v: f"lr {v:.2e}",
+    "grad_norm": lambda v: f"grad {v:.2f}",
+    "tokens_per_s": lambda v: f"{count(v)} tok/s",
+    "samples_per_s": lambda v: f"{count(v)} samples/s",
+    "mfu": lambda v: f"mfu {v:.1%}",
+    "eta_s": lambda v: f"eta {duration(v)}",
+    "skipped_steps": lambda v: f"skipped {v}",
+}
+
+
+class Speed:
+    """Steps per second between two records, without the time spent evaluating and saving."""
+
+    def __init__(self, step: int) -> None:
+        self._step, self._since = step, time.perf_counter()
+
+    def lap(self, step: int) -> float:
+        now = time.perf_counter()
+        rate = (step - self._step) / max(1e-9, now - self._since)
+        self._step, self._since = step, now
+        return rate
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - start
+
+
+def _bar(total_steps: int) -> Progress:
+    bar = Progress(
+        TextColumn("training"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        transient=True,
+    )
+    bar.add_task("training", total=total_steps)
+    return bar

@@ -1,0 +1,98 @@
+"""Record sinks beyond the run folder: TensorBoard, Weights & Biases, and the user's own."""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from drumline.config.settings import RecordConfig
+from drumline.errors import MissingExtraError
+from drumline.plugins import load_plugin
+from drumline.report.records import Record, Sink
+from drumline.files.run_folder import RunFolder
+
+_REACH_TIMEOUT_S = 2.0
+
+
+def open_trackers(records: RecordConfig, folder: RunFolder, *, settings: dict[str, Any]) -> list[Sink]:
+    """The trackers that were asked for."""
+    sinks: list[Sink] = []
+    if records.tensorboard:
+        sinks.append(TensorBoardSink(folder.tensorboard))
+    if records.use_wandb:
+        name = records.wandb_run_name or folder.path.name
+        sinks.append(WandbSink(folder.path, project=records.wandb_project, name=name, settings=settings))
+    if records.sink is not None:
+        sinks.append(load_plugin(records.sink)(folder.path))
+    return sinks
+
+
+def numbers(record: Record) -> dict[str, float]:
+    return {key: value for key, value in record.items() if key != "step" and isinstance(value, int | float)}
+
+
+class TensorBoardSink:
+    def __init__(self, path: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise MissingExtraError("--tensorboard", extra="tensorboard") from None
+        self._open = partial(SummaryWriter, str(path))
+        self._writer: Any = None
+
+    def write(self, record: Record) -> None:
+        if self._writer is None:  # only now: opening it on a full disk fails, and here that ends this sink alone
+            self._writer = self._open()
+        for key, value in numbers(record).items():
+            self._writer.add_scalar(key, value, record["step"])
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandbSink:
+    def __init__(self, path: Path, *, project: str, name: str, settings: dict[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise MissingExtraError("--use_wandb", extra="wandb") from None
+        # The user's own WANDB_MODE, if set, is for W&B to read.
+        mode = (
+            None
+            if "WANDB_MODE" in os.environ
+            else wandb_mode(wandb.Settings().base_url, has_key=wandb.api.api_key is not None)
+        )
+        self._run = wandb.init(
+            project=project,
+            name=name,
+            dir=str(path),
+            mode=mode,
+            config=settings,
+            # No code, no git, no command line (meta): what W&B may know of a run is the config above and its numbers.
+            settings=wandb.Settings(
+                silent=True, disable_code=True, disable_git=True, x_disable_meta=True, init_timeout=30
+            ),
+        )
+
+    def write(self, record: Record) -> None:
+        self._run.log(numbers(record), step=record["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def wandb_mode(base_url: str, *, has_key: bool) -> Literal["online", "offline"]:
+    """Online only with a key and a server that answers: with a key alone, W&B blocks and then kills the run."""
+    if not has_key:
+        return "offline"
+    url = urlsplit(base_url)
+    try:
+        socket.create_connection((url.hostname or "", url.port or 443), timeout=_REACH_TIMEOUT_S).close()
+    except OSError:
+        return "offline"
+    return "online"

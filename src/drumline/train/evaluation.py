@@ -1,0 +1,78 @@
+"""Held-out loss, perplexity and bits per byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from drumline.data.batches import window_batch
+from drumline.parallel.world import World
+from drumline.errors import DataError
+from drumline.train.step import Objective, Precision, to_device
+from drumline.data.tokens import TokenFile
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    loss: float
+    """Mean cross entropy of a token, in nats."""
+    tokens: int
+    """How many tokens were predicted."""
+    bits_per_byte: float | None
+    """Bits the model needs for a byte of text, whatever the tokenizer; None where the text's size is not known."""
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    objective: Objective,
+    tokens: TokenFile,
+    *,
+    context: int,
+    batch_size: int,
+    precision: Precision,
+    world: World | None = None,
+    windows: int | None = None,
+    document_mask: bool = False,
+    each_batch: Callable[[], None] = lambda: None,
+) -> Evaluation:
+    """The loss over a token file: all of it, or `windows` sequences spread evenly over it; ranks share the work."""
+    total = math.ceil((len(tokens) - 1) / context)
+    if total < 1:
+        raise DataError(f"{tokens.path} has {len(tokens)} tokens, too few to predict one", fix="hold out more text")
+    chosen = (
+        list(range(total)) if windows is None or windows >= total else [i * total // windows for i in range(windows)]
+    )
+    if world is not None:  # each rank takes a contiguous part; some may be empty
+        bounds = [len(chosen) * rank // world.size for rank in (world.rank, world.rank + 1)]
+        chosen = chosen[bounds[0] : bounds[1]]
+    was_training = model.training
+    model.eval()
+    nats, counted = 0.0, 0
+    for start in range(0, len(chosen), batch_size):
+        batch = window_batch(
+            tokens,
+            chosen[start : start + batch_size],
+            context=context,
+            end_of_text=tokens.end_of_text if document_mask else None,
+        )
+        with precision.autocast():
+            nats += objective(model, to_device(batch, precision.device)).item()
+        counted += int((batch[1] != -100).sum())
+        each_batch()
+    model.train(was_training)
+    if world is not None:
+        device = torch.float64 if precision.device.type != "mps" else torch.float32
+        nats, total_counted = world.sum(torch.tensor([nats, counted], dtype=device, device=precision.device)).tolist()
+        counted = round(total_counted)
+    loss = nats / counted
+    bits = loss / math.log(2) * len(tokens) / tokens.text_bytes if tokens.text_bytes else None
+    return Evaluation(loss=loss, tokens=counted, bits_per_byte=bits)
