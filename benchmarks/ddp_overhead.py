@@ -20,14 +20,14 @@ from header import header
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from drumline.data.batches import BatchPlan
-from drumline.parallel.world import World, join, leave
+from drumline.config.presets import gpt_config, with_preset
 from drumline.config.settings import ModelSettings, OptimConfig, TrainConfig
+from drumline.data.batches import BatchPlan
+from drumline.model.build import token_objective
 from drumline.model.gpt import GPT
 from drumline.optim.optimizers import make_optimizer
 from drumline.parallel.strategies import make_strategy
-from drumline.config.presets import gpt_config, with_preset
-from drumline.train.pretraining import token_objective
+from drumline.parallel.world import World, join, leave
 from drumline.train.step import Precision, train_step
 
 OPTIM = OptimConfig(lr=1e-3)

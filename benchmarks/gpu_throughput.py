@@ -29,15 +29,15 @@ from header import header
 from nanogpt import NanoGPT
 from torch import Tensor
 
+from drumline.config.presets import gpt_config, with_preset
 from drumline.config.settings import GPTConfig, ModelSettings, OptimConfig, TrainConfig
-from drumline.kernels.gpt import Float8GPT, FusedGPT
 from drumline.kernels.cuda_graphs import with_graphs
-from drumline.parallel.hardware import allow_tf32, peak_flops
+from drumline.kernels.gpt import Float8GPT, FusedGPT
+from drumline.model.build import token_objective
 from drumline.model.gpt import GPT
 from drumline.optim.optimizers import make_optimizer
+from drumline.parallel.hardware import allow_tf32, peak_flops
 from drumline.parallel.strategies import Plain
-from drumline.config.presets import gpt_config, with_preset
-from drumline.train.pretraining import token_objective
 from drumline.train.step import Gradient, Precision, compute_gradient, update
 
 CONTEXT, VOCAB = 1024, 50304

@@ -16,11 +16,12 @@ from statistics import median
 
 from header import header
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+TESTS = Path(__file__).parent.parent / "tests"
+sys.path[:0] = [str(TESTS), str(TESTS / "elastic")]
 
-from conftest import small
-from hosts import Host, Started, two_hosts
-from test_elastic_hosts import goes_on, kill, link, meetings, wait
+from helpers.hosts import Host, Started, two_hosts  # noqa: E402
+from helpers.small import small  # noqa: E402
+from test_elastic_hosts import goes_on, kill, link, meetings, wait  # noqa: E402
 
 
 def main() -> None:

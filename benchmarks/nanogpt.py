@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drumline.data.batches import visit_order
 from drumline.config.settings import GPTConfig, OptimConfig
-from drumline.train.evaluation import evaluate
-from drumline.parallel.hardware import allow_tf32, pick_dtype
-from drumline.optim.optimizers import learning_rate
-from drumline.train.step import Precision
+from drumline.data.batches import visit_order
 from drumline.data.tokens import TokenFile, open_tokens
+from drumline.optim.optimizers import learning_rate
+from drumline.parallel.hardware import allow_tf32, pick_dtype
+from drumline.train.evaluation import evaluate
+from drumline.train.step import Precision
 
 WARM_STEPS = 5
 """Steps before the clock starts, which are undone: they compile, load and take memory for the first time."""

@@ -45,7 +45,9 @@ WITHOUT = {
 }
 """What is left out, and the flags that do so."""
 INSIDE_MUON = {
-    "updates of rows at one rate": "drumline.optim.muon.row_factors = lambda rows, *_, **__: rows.new_ones(rows.shape[:2])",
+    "updates of rows at one rate": (
+        "drumline.optim.muon.row_factors = lambda rows, *_, **__: rows.new_ones(rows.shape[:2])"
+    ),
     "queries, keys and values apart": "drumline.optim.optimizers.CausalSelfAttention = type(None)",
 }
 """What has no flag: the line that takes it out."""

@@ -51,10 +51,10 @@ from nanogpt import WARM_STEPS, Baseline
 from recipe_cpu import PARTS
 
 import drumline
-from drumline.config.toml_file import read_settings
 from drumline.config.presets import MEDIUM, SMALL
-from drumline.report.records import read_metrics
+from drumline.config.toml_file import read_settings
 from drumline.data.tokens import is_tokens, open_tokens
+from drumline.report.records import read_metrics
 
 VOCAB = 32768
 LAST_STEPS = 50

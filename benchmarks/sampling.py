@@ -16,8 +16,9 @@ from itertools import islice
 import torch
 from header import header
 
-from drumline.model.gpt import GPT, GPTConfig
+from drumline.config.settings import GPTConfig
 from drumline.generate.sample import SampleConfig, generate
+from drumline.model.gpt import GPT
 
 
 def main() -> None:

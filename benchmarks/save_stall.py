@@ -17,15 +17,15 @@ import torch
 from header import header
 
 from drumline.checkpoint.checkpoints import RunState, tensors_of
-from drumline.parallel.world import Place, World
-from drumline.config.settings import ModelSettings, OptimConfig, TrainConfig
-from drumline.model.gpt import GPT
-from drumline.optim.optimizers import make_optimizer
-from drumline.config.presets import gpt_config, with_preset
 from drumline.checkpoint.retention import Retention
-from drumline.files.run_folder import RunFolder
 from drumline.checkpoint.saver import Saver
 from drumline.checkpoint.snapshots import Snapshots
+from drumline.config.presets import gpt_config, with_preset
+from drumline.config.settings import ModelSettings, OptimConfig, TrainConfig
+from drumline.files.run_folder import RunFolder
+from drumline.model.gpt import GPT
+from drumline.optim.optimizers import make_optimizer
+from drumline.parallel.world import Place, World
 
 
 def main() -> None:

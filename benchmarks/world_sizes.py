@@ -22,15 +22,15 @@ import torch.distributed as dist
 from header import header
 from torch.nn.parallel import DistributedDataParallel
 
-from drumline.data.batches import BatchPlan
-from drumline.parallel.world import join, leave
+from drumline.config.presets import gpt_config, with_preset
 from drumline.config.settings import ModelSettings, OptimConfig, TrainConfig
-from drumline.parallel.hardware import peak_memory_bytes
+from drumline.data.batches import BatchPlan
+from drumline.model.build import token_objective
 from drumline.model.gpt import GPT
 from drumline.optim.optimizers import make_optimizer
+from drumline.parallel.hardware import peak_memory_bytes
 from drumline.parallel.strategies import make_strategy
-from drumline.config.presets import gpt_config, with_preset
-from drumline.train.pretraining import token_objective
+from drumline.parallel.world import join, leave
 from drumline.train.step import Precision, train_step
 
 PLAN, CONTEXT, VOCAB = BatchPlan(8, 4), 128, 2048

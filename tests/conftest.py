@@ -10,24 +10,13 @@ os.environ["TOKENIZERS_PARALLELISM"] = "true"
 os.environ.pop("WANDB_API_KEY", None)
 
 import pytest
+from helpers.small import small
 
-from drumline.cli.app import run_command
+from drumline.cli import run_command
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell lets what it starts in the background ignore Ctrl-C, and so would all that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-_SMALL = (
-    "--n_layers 1 --n_heads 2 --d_model 16 --d_ff 32 --context 16 --batch_size 4 --vocab_size 300 --total_steps 6 "
-    "--log_every 1 --eval_windows 4 --device cpu"
-).split()
-
-
-def small(*flags: str) -> list[str]:
-    """Flags of a model so small that a step takes no time, and more flags, which come before those."""
-    given = {*flags, *(["--total_steps"] if "--epochs" in flags else [])}
-    pairs = zip(_SMALL[::2], _SMALL[1::2], strict=True)
-    return [word for name, value in pairs if name not in given for word in (name, value)] + list(flags)
 
 
 @pytest.fixture

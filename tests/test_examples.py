@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import small
+from helpers.small import small
 
+from drumline.files.run_folder import RunFolder
 from drumline.network.interfaces import free_port
 from drumline.report.records import read_metrics
-from drumline.files.run_folder import RunFolder
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

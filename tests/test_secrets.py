@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import small
+from helpers.small import small
 
 # As long as W&B wants a key to be, or it would not take it.
 _SECRETS = {

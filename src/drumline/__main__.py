@@ -1,6 +1,6 @@
 """python -m drumline, and torchrun -m drumline."""
 
-from drumline.cli.app import main
+from drumline.cli import main
 
 if __name__ == "__main__":
     main()

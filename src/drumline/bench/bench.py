@@ -17,23 +17,14 @@ from typing import Any, Literal
 import torch
 
 import drumline
-from drumline.data.batches import BatchPlan, plan_batches
-from drumline.bench.config import BenchConfig
-from drumline.bench.memory import (
-    Search,
-    free_memory,
-    limit_bytes,
-    may_be_tried,
-    search_batch_size,
-    try_out,
-)
 from drumline.bench.ceilings import AllReduce, Ceilings, measure_all_reduce, measure_ceilings
-from drumline.parallel.world import World
-from drumline.config.settings import TrainConfig
-from drumline.errors import ConfigError
-from drumline.parallel.hardware import allow_tf32, pick_dtype
-from drumline.config.presets import preset
+from drumline.bench.config import BenchConfig
+from drumline.bench.memory import Search, free_memory, limit_bytes, may_be_tried, search_batch_size, try_out
 from drumline.bench.workload import Workload, part_seconds, step_seconds
+from drumline.config import TrainConfig, preset
+from drumline.data import BatchPlan, plan_batches
+from drumline.errors import ConfigError
+from drumline.parallel import World, allow_tf32, pick_dtype
 
 _BUDGET_S, _ROW_BUDGET_S, _TABLE_S = 10.0, 1.5, 25.0
 _SEARCHED_MICRO_BATCHES = 16

@@ -13,8 +13,7 @@ from functools import partial
 
 import torch
 
-from drumline.parallel.world import World
-from drumline.parallel.hardware import peak_flops
+from drumline.parallel import World, peak_flops
 
 _TURNS = 5
 _TURN_S = 0.05

@@ -5,9 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from drumline.config.settings import Backend, BatchConfig, Device, Dtype, ModelSettings, RanksConfig, RunConfig, TrainConfig
+from drumline.config import (
+    PRESETS,
+    Backend,
+    BatchConfig,
+    Device,
+    Dtype,
+    ModelSettings,
+    RanksConfig,
+    RunConfig,
+    TrainConfig,
+    preset,
+    with_preset,
+)
 from drumline.errors import ConfigError
-from drumline.config.presets import PRESETS, preset, with_preset
 
 
 @dataclass(frozen=True, kw_only=True)

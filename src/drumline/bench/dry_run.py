@@ -7,16 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from drumline.data.batches import plan_batches
-from drumline.config.settings import TrainConfig
-from drumline.config.toml_file import to_toml
-from drumline.kernels.gpt import FUSED, fits, has_kernels
-from drumline.parallel.hardware import pick_device, pick_dtype
-from drumline.optim.optimizers import parameters_by_kind
-from drumline.config.presets import gpt_config, preset, with_preset
-from drumline.report.records import count
-from drumline.report.runs import build_model, choose_folder
-from drumline.data.tokens import is_tokens, open_tokens
+from drumline.config import TrainConfig, gpt_config, preset, to_toml, with_preset
+from drumline.data import is_tokens, open_tokens, plan_batches
+from drumline.files import choose_folder
+from drumline.kernels import FUSED, fits, has_kernels
+from drumline.model import build_model
+from drumline.optim import parameters_by_kind
+from drumline.parallel import pick_device, pick_dtype
+from drumline.units import count
 
 _KEPT = {(False, False): 19, (False, True): 17, (True, False): 33, (True, True): 21}
 """Values kept for backward for each token, layer and unit of width, as measured; by (a modern block, compiled)."""

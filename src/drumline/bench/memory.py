@@ -19,13 +19,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from drumline.data.batches import BatchPlan
-from drumline.parallel.world import World
-from drumline.config.settings import TrainConfig
 from drumline.bench.dry_run import estimate
-from drumline.errors import ConfigError
-from drumline.parallel.hardware import pick_dtype
 from drumline.bench.workload import Workload
+from drumline.config import TrainConfig
+from drumline.data import BatchPlan
+from drumline.errors import ConfigError
+from drumline.parallel import World, pick_dtype
 
 _USABLE = {"cuda": 0.95, "cpu": 0.8}
 """The share of free memory that a step may take: a GPU's gets fragmented, and a CPU's is not ours alone."""

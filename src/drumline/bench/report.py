@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drumline.bench.bench import Report
-from drumline.report.records import count
+from drumline.units import count
 
 PART_COLUMNS = ("part of a step", "ms", "share")
 ALL_REDUCE_COLUMNS = ("all-reduce of", "ms", "per rank")

@@ -17,20 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from drumline.data.batches import BatchPlan, TokenBatches
 from drumline.bench.ceilings import seconds, together
-from drumline.parallel.world import World
-from drumline.config.settings import TrainConfig
-from drumline.kernels.gpt import with_kernels
-from drumline.kernels.cuda_graphs import WARM_UPS, Recorded, with_graphs
-from drumline.parallel.hardware import allow_tf32, pick_dtype
-from drumline.model.gpt import GPT
-from drumline.optim.optimizers import make_optimizer
-from drumline.parallel.strategies import Plain, Strategy, make_strategy
-from drumline.train.pretraining import token_objective
-from drumline.report.runs import build_model
-from drumline.train.step import Backward, Precision, to_device, train_step
-from drumline.data.tokens import TokenFile
+from drumline.config import TrainConfig
+from drumline.data import BatchPlan, TokenBatches, TokenFile
+from drumline.kernels import WARM_UPS, Recorded, with_graphs, with_kernels
+from drumline.model import GPT, build_model, token_objective
+from drumline.optim import make_optimizer
+from drumline.parallel import Plain, Strategy, World, allow_tf32, make_strategy, pick_dtype
+from drumline.train import Backward, Precision, to_device, train_step
 
 PARTS = ("data", "forward", "backward", "gradient_wait", "optimizer")
 _TURNS, _MOST_STEPS = 5, 200

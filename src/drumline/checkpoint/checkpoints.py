@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.parallel.world import World
-from drumline.files.disk import file_sha256, flush
-from drumline.errors import CheckpointError
-from drumline.files.run_folder import CHECKPOINT_PREFIX, RunFolder
 from drumline.checkpoint.storage import SUFFIX, FileFacts, kind_of, read_tensors, stored_shapes
+from drumline.errors import CheckpointError
+from drumline.files import CHECKPOINT_PREFIX, RunFolder, file_sha256, flush
+from drumline.parallel import World
 
 RUN, MANIFEST = "run.json", "manifest.json"
 FORMAT = 2

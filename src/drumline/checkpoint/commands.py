@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.checkpoint.checkpoints import Checkpoint, OtherFormatError, checkpoint_paths, open_checkpoint
-from drumline.errors import CheckpointError, ConfigError
 from drumline.checkpoint.export import single_file_name, write_single_file
 from drumline.checkpoint.retention import Retention, leftovers, reasons, step_of, valid_loss
-from drumline.files.run_folder import CHECKPOINT_PREFIX, RunFolder
-from drumline.report.runs import stored_config
 from drumline.checkpoint.snapshots import Snapshots
+from drumline.errors import CheckpointError, ConfigError
+from drumline.files import CHECKPOINT_PREFIX, RunFolder, stored_config
 
 _SET_ASIDE = ("damaged", "superseded")
 _HOLD_WAIT_S = 1.0

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from drumline.checkpoint.checkpoints import FORMAT, Checkpoint, RunState
-from drumline.files.disk import flush
-from drumline.errors import CheckpointError
 from drumline.checkpoint.storage import kind_of, read_tensors, stored_shapes
+from drumline.errors import CheckpointError
+from drumline.files import flush
 
 SINGLE_FILE = ".pt"
 

@@ -11,13 +11,20 @@ import torch
 from torch import nn
 
 from drumline.checkpoint import checkpoints
-from drumline.checkpoint.checkpoints import MANIFEST, Checkpoint, RunState, checkpoint_paths, newest_valid, open_checkpoint
-from drumline.parallel.world import World
-from drumline.errors import CheckpointError
+from drumline.checkpoint.checkpoints import (
+    MANIFEST,
+    Checkpoint,
+    RunState,
+    checkpoint_paths,
+    newest_valid,
+    open_checkpoint,
+)
 from drumline.checkpoint.export import SINGLE_FILE, open_single_file
 from drumline.checkpoint.retention import step_of
-from drumline.files.run_folder import RunFolder
 from drumline.checkpoint.snapshots import Snapshots
+from drumline.errors import CheckpointError
+from drumline.files import RunFolder
+from drumline.parallel import World
 
 Say = Callable[[str], None]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.checkpoint.checkpoints import RUN, Checkpoint, checkpoint_paths
-from drumline.files.run_folder import CHECKPOINT_PREFIX, RunFolder
+from drumline.files import CHECKPOINT_PREFIX, RunFolder
 
 
 @dataclass(frozen=True, kw_only=True)

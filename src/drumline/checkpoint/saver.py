@@ -22,15 +22,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.checkpoint.checkpoints import Checkpoint, RunState, checkpoint_paths, commit, divide, optimizer_state, tensors_of
-from drumline.parallel.world import World
-from drumline.errors import CheckpointError, DrumlineError
-from drumline.report.records import count
+from drumline.checkpoint.checkpoints import (
+    Checkpoint,
+    RunState,
+    checkpoint_paths,
+    commit,
+    divide,
+    optimizer_state,
+    tensors_of,
+)
 from drumline.checkpoint.retention import Retention, prune
-from drumline.files.run_folder import RunFolder
 from drumline.checkpoint.snapshots import MEMORY, Snapshots
 from drumline.checkpoint.staging import Staging
 from drumline.checkpoint.storage import FileFacts, write_tensors
+from drumline.errors import CheckpointError, DrumlineError
+from drumline.files import RunFolder
+from drumline.parallel import World
+from drumline.units import count
 
 _RETRY_S = (2.0, 60.0)
 """The first pause before a failed save is tried again, and the longest; each is twice the one before."""

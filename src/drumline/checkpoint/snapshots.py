@@ -17,10 +17,9 @@ import psutil
 from torch import Tensor
 
 from drumline.checkpoint.checkpoints import Checkpoint, RunState, commit, newest_valid
-from drumline.files.disk import Lock
-from drumline.report.records import count
-from drumline.files.run_folder import CHECKPOINT_PREFIX, RunFolder
 from drumline.checkpoint.storage import write_tensors
+from drumline.files import CHECKPOINT_PREFIX, Lock, RunFolder
+from drumline.units import count
 
 MEMORY = Path("/dev/shm")
 _FORGOTTEN_S = 7 * 86400.0

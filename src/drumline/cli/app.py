@@ -24,7 +24,8 @@ from drumline.cli.checkpoint import checkpoint
 from drumline.cli.doctor import check_first, doctor
 from drumline.cli.jobs import add_jobs
 from drumline.cli.launch import add_ssh, launch
-from drumline.config.settings import (
+from drumline.config import (
+    PRESETS,
     BatchConfig,
     DataConfig,
     Device,
@@ -35,11 +36,10 @@ from drumline.config.settings import (
     RecordConfig,
     RunConfig,
     TrainConfig,
+    read_settings,
 )
-from drumline.config.toml_file import read_settings
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, DrumlineError
-from drumline.launch.job_command import flag
-from drumline.config.presets import PRESETS
+from drumline.launch import flag
 
 _DEFAULTS = TrainConfig()
 _PROCESS = SimpleNamespace(is_ours=False)
@@ -97,8 +97,8 @@ def prepare(
     valid_fraction
         Share of the documents held out when there is no validation data.
     """
-    from drumline.data.preparing import prepare as prepare_tokens
-    from drumline.report.terminal import prepared_lines, preparing
+    from drumline.data import prepare as prepare_tokens
+    from drumline.report import prepared_lines, preparing
 
     with preparing() as progress:
         made = prepare_tokens(
@@ -144,17 +144,17 @@ def train(
     """
     settings = TrainConfig(model=model, data=data, batch=batch, optim=optim, run=run, ranks=ranks, records=records)
     if dry_run:
-        from drumline.bench.dry_run import describe
+        from drumline.bench import describe
 
         print(describe(settings))
         return 0
     # Torch reads it when it is loaded. Its warnings about stores say only what the supervisor says better.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if ranks.nproc and "RANK" not in os.environ:
-        from drumline.elastic.rank_process import start_server
+        from drumline.elastic import start_server
 
         start_server(ranks.nproc, early=_PROCESS.is_ours)
-    from drumline.elastic.launch import launch_training, ranks_to_start, train_here
+    from drumline.elastic import launch_training, ranks_to_start, train_here
 
     nproc = ranks_to_start(settings)
     check_first(settings, ranks=nproc)
@@ -191,7 +191,7 @@ def evaluate(
     device
         auto: CUDA, then MPS, then the CPU.
     """
-    from drumline.generate.inference import evaluate_run
+    from drumline.generate import evaluate_run
 
     step, found = evaluate_run(run, data=data, split=split, batch_size=batch_size, device=device)
     print(f"{run} at step {step:,}, over {found.tokens:,} tokens:")
@@ -239,8 +239,7 @@ def sample(
     device
         auto: CUDA, then MPS, then the CPU.
     """
-    from drumline.generate.inference import sample_run
-    from drumline.generate.sample import SampleConfig
+    from drumline.generate import SampleConfig, sample_run
 
     settings = SampleConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
     for piece in sample_run(run, prompt, settings, device=device):
@@ -258,8 +257,7 @@ def runs(where: Path = Path("runs"), /) -> int:
     where
         The folder that holds them.
     """
-    from drumline.report.runs import list_runs
-    from drumline.report.terminal import print_runs
+    from drumline.report import list_runs, print_runs
 
     print_runs(list(list_runs(where)), where)
     return 0
@@ -290,8 +288,8 @@ def drill(
     folder
         Where the drill keeps its runs; its drill.json has the figures.
     """
-    from drumline.drill.drill import COLUMNS, DrillConfig, conclusion, fault_rows, parse_faults, run_drill
-    from drumline.report.terminal import print_table
+    from drumline.drill import COLUMNS, DrillConfig, conclusion, fault_rows, parse_faults, run_drill
+    from drumline.report import print_table
 
     config = DrillConfig(faults=parse_faults(faults), minutes=minutes, ranks=ranks, seed=seed, folder=folder)
     report = run_drill(config, say=lambda text: print(text, flush=True))
@@ -318,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # now and then aborts a process that has done its work: an elastic launcher would then repeat a run that has ended.
     if not uses_gloo:
         atexit._run_exitfuncs()
-    from drumline.report.records import flush_console
+    from drumline.report import flush_console
 
     flush_console()
     os._exit(code)
@@ -382,8 +380,8 @@ def _layers(argv: list[str]) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _complain(error: DrumlineError, code: int) -> int:
-    from drumline.elastic.diagnosis import is_to_tell
-    from drumline.report.records import tell
+    from drumline.elastic import is_to_tell
+    from drumline.report import tell
 
     if is_to_tell():
         tell(error)

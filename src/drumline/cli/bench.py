@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from drumline.bench.config import BenchConfig
+from drumline.bench import BenchConfig
 from drumline.errors import EXIT_INTERRUPTED, DrumlineError
 
 if TYPE_CHECKING:
-    from drumline.bench.bench import Report
+    from drumline.bench import Report
 
 _DEFAULTS = BenchConfig()
 
@@ -23,7 +23,7 @@ def bench(*, config: Annotated[BenchConfig, Parameter(name="*")] = _DEFAULTS) ->
     """Measure how fast this machine trains, where the time of a step goes, and which batch size fits."""
     # Torch reads it when it is loaded.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from drumline.elastic.launch import ranks_to_start, start_ranks
+    from drumline.elastic import ranks_to_start, start_ranks
 
     if not (nproc := ranks_to_start(config.as_training(config.preset or "modern-tiny"))):
         bench_here(config)
@@ -36,9 +36,9 @@ def bench(*, config: Annotated[BenchConfig, Parameter(name="*")] = _DEFAULTS) ->
 
 def bench_here(config: BenchConfig) -> None:
     """Measure in this process, alone or as one of the ranks; rank 0 shows what all found."""
-    from drumline.bench.bench import run_bench
-    from drumline.parallel.world import join, leave
-    from drumline.report.terminal import print_line
+    from drumline.bench import run_bench
+    from drumline.parallel import join, leave
+    from drumline.report import print_line
 
     world = join(device=config.device, backend=config.backend)
     try:
@@ -55,9 +55,8 @@ def bench_here(config: BenchConfig) -> None:
 
 def _write(report: Report, config: BenchConfig) -> None:
     """The files that were asked for."""
-    from drumline.files.disk import replace_text
-    from drumline.report.plots import plot_bench
-    from drumline.report.terminal import print_line
+    from drumline.files import replace_text
+    from drumline.report import plot_bench, print_line
 
     writers: list[tuple[Path | None, Callable[[Path], None]]] = [
         (config.json, lambda path: replace_text(path, json.dumps(report.as_dict(), indent=2) + "\n")),
@@ -74,16 +73,24 @@ def _write(report: Report, config: BenchConfig) -> None:
 
 
 def _show(report: Report) -> None:
-    from drumline.bench import report as of
-    from drumline.report.terminal import print_line, print_table
+    from drumline.bench import (
+        ALL_REDUCE_COLUMNS,
+        PART_COLUMNS,
+        TABLE_COLUMNS,
+        all_reduce_rows,
+        part_rows,
+        summary,
+        table_rows,
+    )
+    from drumline.report import print_line, print_table
 
     print_line("")
-    print_line("\n".join(of.summary(report)))
+    print_line("\n".join(summary(report)))
     print_line("")
-    print_table(of.PART_COLUMNS, of.part_rows(report))
+    print_table(PART_COLUMNS, part_rows(report))
     print_line("")
     if report.all_reduce:
-        print_table(of.ALL_REDUCE_COLUMNS, of.all_reduce_rows(report))
+        print_table(ALL_REDUCE_COLUMNS, all_reduce_rows(report))
         print_line("")
     if report.table:
-        print_table(of.TABLE_COLUMNS, of.table_rows(report))
+        print_table(TABLE_COLUMNS, table_rows(report))

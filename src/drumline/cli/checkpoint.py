@@ -19,8 +19,8 @@ def list_(run: Path, /) -> int:
     run
         The run's folder.
     """
-    from drumline.checkpoint.commands import list_checkpoints
-    from drumline.report.terminal import print_checkpoints
+    from drumline.checkpoint import list_checkpoints
+    from drumline.report import print_checkpoints
 
     print_checkpoints(list_checkpoints(run))
     return 0
@@ -37,8 +37,8 @@ def verify(run: Path, /, *, step: int | None = None) -> int:
     step
         Only the checkpoint of this step.
     """
-    from drumline.checkpoint.commands import verify_checkpoints
-    from drumline.report.terminal import print_line
+    from drumline.checkpoint import verify_checkpoints
+    from drumline.report import print_line
 
     whole = True
     for path, problem in verify_checkpoints(run, step=step):
@@ -69,9 +69,9 @@ def export(
     force
         Replace a file that is there.
     """
-    from drumline.checkpoint.commands import export_checkpoint
-    from drumline.report.records import count
-    from drumline.report.terminal import print_line
+    from drumline.checkpoint import export_checkpoint
+    from drumline.report import print_line
+    from drumline.units import count
 
     chosen, file = export_checkpoint(run, step=step, out=out, force=force)
     print_line(f"wrote {file}: step {chosen.step:,}, {count(file.stat().st_size)}B")
@@ -106,9 +106,9 @@ def prune(
     dry_run
         Say what would go, and delete nothing.
     """
-    from drumline.checkpoint.commands import prune_checkpoints
-    from drumline.report.records import count
-    from drumline.report.terminal import print_line
+    from drumline.checkpoint import prune_checkpoints
+    from drumline.report import print_line
+    from drumline.units import count
 
     pruned = prune_checkpoints(run, keep=keep, keep_every=keep_every, keep_best=keep_best, dry_run=dry_run)
     for problem in pruned.damaged:

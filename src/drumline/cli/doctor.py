@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from drumline.config.settings import MEETING_PORT, TrainConfig
+from drumline.config import MEETING_PORT, TrainConfig
+from drumline.doctor import Finding, worst
 from drumline.errors import EXIT_USER, ConfigError
-from drumline.doctor.finding import Finding, worst
 
 if TYPE_CHECKING:
-    from drumline.parallel.world import Place
-    from drumline.doctor.hosts.check import HostsReport
-    from drumline.doctor.hosts.meet import Gathering
+    from drumline.doctor import Gathering, HostsReport
+    from drumline.parallel import Place
 
 _SKIP = "skip these checks: --doctor off"
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
@@ -79,7 +78,7 @@ def doctor(
     environ = dict(os.environ)  # as the user set it
     # Torch reads it when it is loaded. What it would say of stores and connections is found and told here.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from drumline.doctor.checkup import all_findings, quick_findings
+    from drumline.doctor import all_findings, quick_findings
 
     place = _place()
     gathering = None if place is None else _gathering(nnodes, rdzv_endpoint, names)
@@ -94,7 +93,7 @@ def doctor(
     found = [replace(finding, host=socket.gethostname()) if several else finding for finding in found]
     together = None
     if gathering is not None:
-        from drumline.doctor.hosts.check import check_hosts
+        from drumline.doctor import check_hosts
 
         say = (lambda text: None) if json else _say
         together = check_hosts(gathering, say=say, patience_s=patience, data=data, collectives=not quick)
@@ -126,7 +125,7 @@ def _check_by_hand(*, nnodes: int, rdzv_endpoint: str | None, names: str | None)
 
 def _check_over_ssh(hosts: str, *, nnodes: int, rdzv_endpoint: str | None, names: str | None, json: bool) -> None:
     """ConfigError for flags that --hosts does not go with."""
-    from drumline.launch.hosts_file import parse_hosts
+    from drumline.launch import parse_hosts
 
     found = parse_hosts(hosts)
     if json:
@@ -152,7 +151,7 @@ def _own_flags(run_dir: Path, data: tuple[Path, ...], *, quick: bool, patience: 
 
 def _gathering(nnodes: int, rdzv_endpoint: str | None, names: str | None) -> Gathering | None:
     """How this host meets the others; None where there are none."""
-    from drumline.doctor.hosts.meet import find_gathering, gathering_at
+    from drumline.doctor import find_gathering, gathering_at
 
     if nnodes == 1 or rdzv_endpoint is None:
         return find_gathering(os.environ)
@@ -165,8 +164,8 @@ def _show_links(report: HostsReport) -> None:
         if any(finding.state != "ok" for finding in report.findings):
             _say(f"between the hosts not all is well: {report.names[min(report.names)]} tells")
         return
-    from drumline.doctor.hosts.collectives import PAIR_COLUMNS, SIZE_COLUMNS
-    from drumline.report.terminal import print_line, print_table
+    from drumline.doctor import PAIR_COLUMNS, SIZE_COLUMNS
+    from drumline.report import print_line, print_table
 
     for links in report.links:
         print_line(f"\n{links.backend}, over {len(report.names)} hosts and by pair:")
@@ -177,7 +176,7 @@ def _show_links(report: HostsReport) -> None:
 def _place() -> Place | None:
     """This process's place among those that a launcher started; None where torch does not load."""
     try:
-        from drumline.parallel.world import find_place
+        from drumline.parallel import find_place
     except (ImportError, OSError):
         return None
     return find_place(os.environ)
@@ -225,8 +224,8 @@ def check_first(config: TrainConfig, *, ranks: int) -> None:
 
     ranks: processes that will be started here; 0: this one trains, alone or as one of a launcher's
     """
-    from drumline.parallel.world import find_place
-    from drumline.doctor.checkup import findings_before
+    from drumline.doctor import findings_before
+    from drumline.parallel import find_place
 
     place = find_place(os.environ)
     if config.run.doctor == "off" or place.local_rank > 0:
@@ -251,7 +250,7 @@ def check_first(config: TrainConfig, *, ranks: int) -> None:
 
 def _find_rank_0() -> None:
     """A rank of another host: say what keeps it from rank 0, which torch alone would wait for in silence."""
-    from drumline.doctor.hosts.meet import CheckEndedError, approach, find_gathering
+    from drumline.doctor import CheckEndedError, approach, find_gathering
 
     gathering = find_gathering(os.environ)
     if gathering is None or gathering.keeps:

@@ -10,9 +10,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from drumline.launch.job_command import Check, write_file
-from drumline.launch.kubernetes import K8sConfig, K8sJob
-from drumline.launch.slurm import SlurmConfig, SlurmJob, submit
+from drumline.launch import Check, K8sConfig, K8sJob, SlurmConfig, SlurmJob, submit, write_file
 
 _Options = Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)]
 
@@ -44,7 +42,7 @@ def slurm(
     dry_run
         Print the script and the line that would submit it; write and submit nothing.
     """
-    from drumline.report.terminal import print_line
+    from drumline.report import print_line
 
     job = SlurmJob(command, config, script=script, more=sbatch)
     check(job.command.on_each_host())
@@ -75,7 +73,7 @@ def k8s(
     out
         A file to write. Default, and -: print it.
     """
-    from drumline.report.terminal import print_line
+    from drumline.report import print_line
 
     job = K8sJob(command, config)
     check(job.command.on_each_host(meet_at=job.meet_at))

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from cyclopts import App, Parameter
 
-from drumline.launch.job_command import Check
+from drumline.launch import Check
 
 launch = App(name="launch")
 
@@ -64,8 +64,8 @@ def over_ssh(
     dry_run
         Show what would be run on each host, and run nothing.
     """
-    from drumline.launch.ssh import launch as start
-    from drumline.launch.ssh_plan import describe, make_plan, passed_on
+    from drumline.launch import describe, make_plan, passed_on
+    from drumline.launch import launch as start
 
     plan = make_plan(
         command,

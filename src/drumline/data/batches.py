@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from drumline.config.settings import BatchConfig
-from drumline.errors import ConfigError, DataError
+from drumline.config import BatchConfig
 from drumline.data.tokens import TokenFile
+from drumline.errors import ConfigError, DataError
 
 _ROUNDS = 8
 _MASK = (1 << 64) - 1

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from drumline.config import OnError
+from drumline.data.sources import documents, has_split, source_bytes, source_key
+from drumline.data.text_files import Document, Skipped
 from drumline.errors import ConfigError
-from drumline.data.sources import Document, OnError, Skipped, documents, has_split, source_bytes, source_key
 
 LONGEST_DOCUMENT_BYTES = 1 << 20
 """A longer document is cut at a line's end and becomes several, as a plain file is."""

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.errors import DataError, MissingExtraError
 from drumline.data.text_files import PART_BYTES, Document, Reading, missing_field, string_value
+from drumline.errors import DataError, MissingExtraError
 
 WIKITEXT = "Salesforce/wikitext"
 SHORTHANDS = {

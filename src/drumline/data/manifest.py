@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from drumline.files.disk import file_sha256
 from drumline.errors import DataError
+from drumline.files import file_sha256
 
 FORMAT = "drumline-tokens"
 FORMAT_VERSION = 1

@@ -28,10 +28,8 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
+from drumline.config import OnError
 from drumline.data.corpus import Corpus, Label, Labelled, utf8_bytes
-from drumline.files.disk import flush
-from drumline.errors import DataError
-from drumline.data.sources import OnError, Skipped, source_key
 from drumline.data.manifest import (
     FORMAT_VERSION,
     TOKENIZER,
@@ -42,8 +40,12 @@ from drumline.data.manifest import (
     read_manifest,
     token_dtype,
 )
+from drumline.data.sources import source_key
+from drumline.data.text_files import Skipped
 from drumline.data.tokenizer import Tokenizer
 from drumline.data.tokens import TokenWriter
+from drumline.errors import DataError
+from drumline.files import flush
 
 SAMPLE_BYTES = 32_000_000
 """Text that a vocabulary is learned from."""

@@ -19,12 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol
 
+from drumline.config import OnError
+from drumline.data.hub import SHORTHANDS, articles, holds_articles, hub_dataset, hub_layout
+from drumline.data.text_files import Document, Reading, Skipped, is_text_file, read_file, string_value
 from drumline.errors import DataError
 from drumline.plugins import is_plugin, load_plugin, plugin_file
-from drumline.data.text_files import Document, OnError, Reading, Skipped, is_text_file, read_file, string_value
-from drumline.data.hub import SHORTHANDS, articles, holds_articles, hub_dataset, hub_layout
 
-__all__ = ["Document", "OnError", "Skipped", "documents", "has_split", "source_bytes", "source_key"]
+__all__ = ["Document", "Skipped", "documents", "has_split", "source_bytes", "source_key"]
 
 _KINDS = "a file, a folder, a glob, builtin, package.module:name or a hub data set OWNER/NAME[:CONFIG]"
 _GLOB_FIX = "try the pattern with ls; ** stands for folders only between slashes, as in 'data/**/*.txt'"

@@ -19,11 +19,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal, cast
+from typing import BinaryIO, cast
 
+from drumline.config import OnError
 from drumline.errors import DataError, MissingExtraError
-
-OnError = Literal["stop", "skip"]
 
 PART_BYTES = 1 << 20
 """A plain text file longer than this is cut at a line's end into documents of about this size."""

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drumline.errors import DataError
 from drumline.data.manifest import (
     FORMAT,
     MANIFEST,
@@ -35,6 +34,7 @@ from drumline.data.manifest import (
     token_dtype,
     verify,
 )
+from drumline.errors import DataError
 
 HEADER_BYTES = 256 * 4
 HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}

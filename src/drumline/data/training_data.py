@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from drumline.parallel.world import World
-from drumline.config.settings import DataConfig, TrainConfig
-from drumline.errors import ConfigError
+from drumline.config import DataConfig, TrainConfig
 from drumline.data.preparing import Prepared, ProgressCallback, cached
-from drumline.data.sources import Skipped
+from drumline.data.text_files import Skipped
 from drumline.data.tokenizer import Tokenizer
 from drumline.data.tokens import TokenFile, has_tokens, is_tokens, open_tokens
+from drumline.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -65,12 +64,3 @@ def _prepared(data: DataConfig, progress: ProgressCallback | None) -> Prepared:
         valid_fraction=data.valid_fraction,
         progress=progress,
     )
-
-
-def open_in_turn(config: TrainConfig, world: World, progress: ProgressCallback | None) -> Data:
-    """Rank 0 prepares the text, then one rank of each other host, which may have its own disk; then all read it."""
-    own = world.place.local_rank == 0
-    first = world.together(lambda: open_data(config, progress=progress) if world.is_main else None)
-    world.together(lambda: open_data(config) if own and not world.is_main else None)
-    data = world.together(lambda: open_data(config))
-    return replace(data, skipped=first.skipped) if first is not None else data  # who prepared knows what it skipped

@@ -14,18 +14,15 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from drumline.doctor import gpus
-
-from drumline.doctor import machine
-from drumline.network.interfaces import find_cards, find_infiniband, gloo_address
-from drumline.config.settings import Device, Dtype, GPTConfig, TrainConfig
-from drumline.errors import DrumlineError
-from drumline.doctor.finding import Finding
-from drumline.config.presets import gpt_config, with_preset
+from drumline.config import Device, Dtype, GPTConfig, TrainConfig, gpt_config, with_preset
+from drumline.doctor import gpus, machine
 from drumline.doctor.environment import BETWEEN_RANKS, Facts, check_variables
+from drumline.doctor.finding import Finding
+from drumline.errors import DrumlineError
+from drumline.network import find_cards, find_infiniband, gloo_address
 
 if TYPE_CHECKING:  # it has torch, and a machine whose torch does not load is to be told so
-    from drumline.parallel.world import Place
+    from drumline.parallel import Place
 
 _ENDING = frozenset({"GLOO_SOCKET_IFNAME", "MASTER_PORT", "OMP_NUM_THREADS"})
 """Variables without a right value of which no rank gets to its first step."""

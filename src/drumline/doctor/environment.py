@@ -7,8 +7,8 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from drumline.network.interfaces import Card, free_port, is_free, is_loopback
 from drumline.doctor.finding import Finding, State
+from drumline.network import Card, free_port, is_free, is_loopback
 
 Verdict = tuple[State, str, str]
 """Whether a value hurts, why, and the line to type against it."""

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from drumline.doctor.finding import Finding, State
-from drumline.parallel.heartbeat import die_with_parent
 from drumline.doctor.machine import as_root, in_container
+from drumline.parallel import die_with_parent
 
 if TYPE_CHECKING:  # a machine whose torch does not load is to be told so
     import torch

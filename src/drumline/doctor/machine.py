@@ -25,9 +25,9 @@ from pathlib import Path
 
 import psutil
 
-from drumline.network.interfaces import Card, InfiniBandPort, is_loopback
 from drumline.doctor.finding import Finding, State
-from drumline.report.records import count
+from drumline.network import Card, InfiniBandPort, is_loopback
+from drumline.units import count
 
 _GIB = 1 << 30
 _MIB = 1 << 20

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drumline.config.settings import GPTConfig
+from drumline.config import GPTConfig
 from drumline.drill.faults import FAULTS, Fault, Outcome, inject
 from drumline.drill.run import DrilledRun
 from drumline.errors import ConfigError, TrainingError
-from drumline.model.gpt import GPT
-from drumline.files.run_folder import RunFolder
+from drumline.files import RunFolder
+from drumline.model import GPT
 
 _WEIGHTS: dict[Fault, int] = {"kill": 7, "crash": 3, "stop": 3, "term": 1, "disk": 4, "corrupt": 4, "nan": 6, "host": 1}
 """How often each kind comes: processes die more often than hosts."""

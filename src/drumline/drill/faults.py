@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from drumline.checkpoint.checkpoints import checkpoint_paths
+from drumline.checkpoint import Snapshots, checkpoint_paths
 from drumline.drill.run import DrilledRun, Line
 from drumline.errors import EXIT_STOPPED
-from drumline.files.run_folder import RunFolder
-from drumline.checkpoint.snapshots import Snapshots
+from drumline.files import RunFolder
 
 Fault = Literal["kill", "crash", "stop", "term", "disk", "corrupt", "nan", "host"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drumline.parallel.heartbeat import Beat, read_pulse
-from drumline.elastic.supervisor import newest_attempt
+from drumline.elastic import newest_attempt
+from drumline.parallel import Beat, read_pulse
 
 _TIED = (
     "import os, sys; from drumline import heartbeat; heartbeat.die_with_parent(); os.execv(sys.argv[1], sys.argv[1:])"

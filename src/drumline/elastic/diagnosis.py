@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from drumline.parallel.heartbeat import ATTEMPT, Beat, Hang, has_promised_an_ending, read_pulse
+from drumline.parallel import ATTEMPT, Beat, Hang, has_promised_an_ending, read_pulse
 
 Kind = Literal["hang", "signal", "exception", "exit", "lost peer"]
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from drumline.network.interfaces import is_free
-from drumline.parallel.world import find_place
-from drumline.config.settings import TrainConfig
-from drumline.errors import EXIT_STOPPED, RunLostError
+from drumline.config import TrainConfig
 from drumline.elastic.leader import Lease, MeetingPoint
 from drumline.elastic.rendezvous import HostsMeeting, Meeting
-from drumline.report.records import tell
 from drumline.elastic.supervisor import Supervisor
+from drumline.errors import EXIT_STOPPED, RunLostError
+from drumline.network import is_free
+from drumline.parallel import find_place
+from drumline.report import tell
 
 
 def ranks_to_start(config: TrainConfig) -> int:
@@ -34,8 +34,8 @@ def ranks_to_start(config: TrainConfig) -> int:
 
 def train_here(config: TrainConfig) -> int:
     """Train in this process, alone or as one of the ranks; gives the exit code."""
-    from drumline.train.pretraining import pretrain
-    from drumline.report.terminal import preparing
+    from drumline.report import preparing
+    from drumline.train import pretrain
 
     with preparing() as progress:
         result = pretrain(config, progress=progress)

@@ -21,10 +21,9 @@ from pathlib import Path
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError
 
-from drumline.network.interfaces import find_cards
-from drumline.config.settings import MEETING_PORT
+from drumline.config import MEETING_PORT
 from drumline.errors import ConfigError
-from drumline.network.probe import resolve, user_of, why_not
+from drumline.network import find_cards, resolve, user_of, why_not
 
 _TOUCH_S, _STALE_S, _PROBE_S, _RETRY_S = 1.0, 4.0, 1.0, 0.3
 _SAY_AFTER_S, _SAY_EVERY_S = 5.0, 60.0

@@ -19,8 +19,8 @@ import psutil
 
 from drumline.elastic.diagnosis import is_to_tell, record_cause
 from drumline.errors import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError
-from drumline.parallel.heartbeat import Pulse, die_with_parent
-from drumline.report.records import flush_console, tell
+from drumline.parallel import Pulse, die_with_parent
+from drumline.report import flush_console, tell
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _spawn = util.spawnv_passfds
@@ -163,7 +163,7 @@ def _rank(environ: dict[str, str], work: Callable[..., Any], args: tuple[Any, ..
     os.environ.update(environ)
     import torch  # the server has it; the launcher starts the server before it loads torch itself
 
-    from drumline.parallel.world import leave
+    from drumline.parallel import leave
 
     torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
     Pulse.start()

@@ -18,8 +18,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousS
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from drumline.network.interfaces import free_port
 from drumline.elastic.leader import MeetingPoint, Reached
+from drumline.network import free_port
 
 Change = Literal["", "joined", "moved on", "left", "cut off"]
 

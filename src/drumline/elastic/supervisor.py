@@ -30,11 +30,11 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from drumline.elastic.diagnosis import Cause, End, blame, first_cause, hang_cause, read_end, told_by_another
-from drumline.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError, RunLostError
 from drumline.elastic.rank_process import STOP_SIGNALS, Ranks, end_server, start_server
-from drumline.parallel.heartbeat import ATTEMPT, Beat, Hang, Stacks, Watch, attempt_name, read_pulse, read_run_dir
 from drumline.elastic.rendezvous import Meeting
-from drumline.files.run_folder import RunFolder
+from drumline.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError, RunLostError
+from drumline.files import RunFolder
+from drumline.parallel import ATTEMPT, Beat, Hang, Stacks, Watch, attempt_name, read_pulse, read_run_dir
 
 _POLL_S = 0.05
 _SCRATCH = (Path("/dev/shm"), Path(tempfile.gettempdir()))

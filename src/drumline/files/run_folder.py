@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from drumline.files.disk import locked, replace_text
 from drumline.errors import ConfigError
+from drumline.files.disk import locked, replace_text
 
 CHECKPOINT_PREFIX = "step-"
 _HOLD_WAIT_S = 5.0

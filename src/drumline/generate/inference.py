@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from drumline.config.settings import Device
+from drumline.config import Device
+from drumline.data import StreamDecoder, open_data, open_tokens
 from drumline.errors import ConfigError
-from drumline.train.evaluation import Evaluation, evaluate
-from drumline.parallel.hardware import pick_device, pick_dtype
-from drumline.model.gpt import GPT
-from drumline.train.pretraining import token_objective
-from drumline.report.runs import load_run
+from drumline.generate.loading import load_run
 from drumline.generate.sample import SampleConfig, generate
-from drumline.train.step import Precision
-from drumline.data.tokenizer import StreamDecoder
-from drumline.data.tokens import open_tokens
-from drumline.data.training_data import open_data
+from drumline.model import GPT, token_objective
+from drumline.parallel import pick_device, pick_dtype
+from drumline.train import Evaluation, Precision, evaluate
 
 
 def evaluate_run(

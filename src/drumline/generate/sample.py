@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drumline.errors import ConfigError, DataError
-from drumline.model.gpt import GPT, KVCache
+from drumline.model import GPT, KVCache
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from drumline.kernels.gpt import Float8GPT, FusedGPT
-from drumline.model.gpt import GPT
-from drumline.parallel.strategies import Backward as AnyBackward
-from drumline.parallel.strategies import Plain, Strategy, Votes, message
-from drumline.train.step import Backward, Precision, to_device
-from drumline.parallel.stragglers import Stopwatch
+from drumline.model import GPT
+from drumline.parallel import Backward as AnyBackward
+from drumline.parallel import Plain, Stopwatch, Strategy, Votes, message
+from drumline.train import Backward, Precision, to_device
 
 WARM_UPS = 3
 """Micro-batches of one shape before it is recorded: kernels are compiled and libraries set up at their first uses."""

@@ -1,6 +1,6 @@
 """Triton kernels for what comes before the blocks: rows of tables, and embeddings smeared over the tokens after them.
 
-Beside each operation stands the plain PyTorch that it must equal. This module needs Triton: fused_gpt.py sees to that.
+Beside each operation stands the plain PyTorch that it must equal. This module needs Triton: gpt.py sees to that.
 
 Shapes: B sequences of T tokens, V vocabulary, D width.
 """
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from drumline.model.positions import one_before
+from drumline.model import one_before
 
 _SMEAR_ROWS = 8
 

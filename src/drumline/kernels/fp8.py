@@ -11,7 +11,7 @@ its largest magnitude becomes GRADIENT_TOP, and the gradient before the activati
 times larger before e5m2 ends. Whatever passes a format's end is stored as its largest number.
 
 Beside each kernel stands the plain PyTorch that it must equal. That is what runs on a CPU, where no Triton is needed:
-it rounds to the same float8 numbers and computes in float32. It is for tests; fused_gpt.py sees to the rest.
+it rounds to the same float8 numbers and computes in float32. It is for tests; gpt.py sees to the rest.
 
 Shapes: N tokens, D width, F inner width, V vocabulary, R rows, C columns.
 """
@@ -167,7 +167,7 @@ def _relu2_product_kernel(
     BACKWARD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """As fused_products' kernel. Both ways sum over the width alone, so it stays with the short accumulator."""
+    """As products' kernel. Both ways sum over the width alone, so it stays with the short accumulator."""
     factor = tl.load(b_inverse)
     if not BACKWARD:
         factor *= tl.load(a_inverse)
@@ -264,7 +264,7 @@ def scalar(value: float, device: torch.device) -> Tensor:
 
 
 def relu2_mlp(x: Tensor, up: Tensor, down: Tensor, up8: Float8, down8: Float8) -> Tensor:
-    """As fused_products.relu2_mlp_reference, for what a norm gave.
+    """As products.relu2_mlp_reference, for what a norm gave.
 
     x: bf16 (N, D); up: float32 (F, D); down: float32 (D, F); up8, down8: this forward's float8 copies of them
     """

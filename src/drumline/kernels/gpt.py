@@ -3,7 +3,7 @@
 They fit a modern model (rotary positions, RMSNorm, normalised queries and keys, squared ReLU, no biases) without
 dropout and shared key/value heads, in bfloat16 on a Hopper GPU. Weights stay float32 parameters with the names that a
 GPT gives them, so optimizer, ranks and checkpoints see no difference; each forward casts them once. On such a GPU it is
-what drumline trains; `--fp8` means the same with feed-forward and head in float8 (fused_fp8).
+what drumline trains; `--fp8` means the same with feed-forward and head in float8 (fp8.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drumline.config.settings import GPTConfig, TrainConfig
+from drumline.config import GPTConfig, TrainConfig, gpt_config
 from drumline.errors import ConfigError
-from drumline.parallel.hardware import is_hopper
-from drumline.model.loss import linear_cross_entropy
-from drumline.model.gpt import GPT, KVCache, RMSNorm, TransformerBlock
-from drumline.config.presets import gpt_config
+from drumline.model import GPT, KVCache, RMSNorm, TransformerBlock, linear_cross_entropy
+from drumline.parallel import is_hopper
 
 FUSED, _FLOAT8 = "drumline.kernels.gpt:FusedGPT", "drumline.kernels.gpt:Float8GPT"
 _TOKENS_MULTIPLE = 128
@@ -55,14 +53,11 @@ class FusedGPT(GPT):
         if not self.is_fused(hidden.device, hidden.dtype):
             return super().summed_loss(hidden, targets)
         fits_in = targets.numel() % _TOKENS_MULTIPLE == 0 and self.config.vocab_size % 16 == 0
-        return linear_cross_entropy(
-            hidden,
-            self.head_weight,
-            targets,
-            softcap=self.config.softcap,
-            rows_at_once=_ROWS_AT_ONCE,
-            fp8=self.fp8 and self.training and fits_in,
-        )
+        if self.fp8 and self.training and fits_in:
+            from drumline.kernels.fp8_loss import float8_linear_cross_entropy as loss
+        else:
+            loss = linear_cross_entropy
+        return loss(hidden, self.head_weight, targets, softcap=self.config.softcap, rows_at_once=_ROWS_AT_ONCE)
 
     def is_fused(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether training on this device, with products in this format, runs through the kernels."""
@@ -211,19 +206,19 @@ def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:
 
 def _feed_forwards(model: GPT, *, fp8: bool) -> list[Callable[[Tensor], Tensor]]:
     """Each layer's feed-forward part: bf16 (N, D) -> bf16 (N, D)."""
-    from drumline.kernels import fp8 as fused_fp8
-    from drumline.kernels import products as fused_products
+    from drumline.kernels import fp8 as float8
+    from drumline.kernels import products
 
     blocks = [block for block in model.blocks if isinstance(block, TransformerBlock)]
     parts = [(block.feed_forward_norm, block.feed_forward) for block in blocks]
     weights = [(_after(norm, part.up), part.down.weight) for norm, part in parts]
     if fp8:
-        copies = fused_fp8.float8_weights([weight for pair in weights for weight in pair])
+        copies = float8.float8_weights([weight for pair in weights for weight in pair])
         return [
-            functools.partial(fused_fp8.relu2_mlp, up=up, down=down, up8=up8, down8=down8)
+            functools.partial(float8.relu2_mlp, up=up, down=down, up8=up8, down8=down8)
             for (up, down), up8, down8 in zip(weights, copies[::2], copies[1::2], strict=True)
         ]
-    return [functools.partial(fused_products.relu2_mlp, up=up, down=down) for up, down in weights]
+    return [functools.partial(products.relu2_mlp, up=up, down=down) for up, down in weights]
 
 
 def _after(norm: nn.Module, layer: nn.Linear) -> Tensor:

@@ -45,7 +45,7 @@ def _look_ahead_kernel(
     tl.store(squares + matrix * tl.num_programs(0) + tl.program_id(0), tl.sum(out.to(tl.float32) * out.to(tl.float32)))
 
 
-def look_ahead(
+def muon_look_ahead(
     gradients: Sequence[Tensor],
     momenta: Sequence[Tensor],
     *,
@@ -99,7 +99,7 @@ def _apply_kernel(matrices, directions, factors, skipped, rate, kept, size, colu
         tl.store(weight, tl.load(weight, mask=inside, other=0.0) * kept - rate * direction, mask=inside)
 
 
-def apply(
+def muon_apply(
     matrices: Sequence[Tensor], directions: Tensor, factors: Tensor, *, rate: float, kept: float, skipped: Tensor
 ) -> None:
     """matrix <- kept * matrix - rate * factor of the row * direction.

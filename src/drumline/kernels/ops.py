@@ -3,7 +3,7 @@
 Each saves passes over memory, which is what such parts cost. Activations are bf16 in memory and float32 inside a
 kernel; a norm's learned weight is float32. Beside each operation stands the plain PyTorch that it must equal.
 
-This module needs Triton: fused_gpt.py sees to that.
+This module needs Triton: gpt.py sees to that.
 
 Shapes: N tokens (B sequences of T), D width, H heads, W width of a head.
 """

@@ -1,7 +1,7 @@
 """Matrix products of a modern block: with the squared ReLU inside the product, and weights' gradients in float32.
 
 Beside each operation stands the plain PyTorch that it must equal. This module needs Triton, and its squared ReLU a GPU
-with tensor memory access (Hopper): fused_gpt.py sees to that.
+with tensor memory access (Hopper): gpt.py sees to that.
 
 Shapes: N tokens, D width, F inner width.
 """

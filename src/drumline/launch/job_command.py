@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.files.disk import replace_text
 from drumline.errors import ConfigError
+from drumline.files import replace_text
 
 Check = Callable[[Sequence[str]], Any]
 """Parses a drumline command line without running it, and raises what that would raise."""

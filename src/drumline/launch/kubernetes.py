@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from drumline.config.settings import MEETING_PORT
+from drumline.config import MEETING_PORT
+from drumline.doctor import is_secret
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, EXIT_USER, ConfigError
 from drumline.launch.job_command import JobCommand
-from drumline.doctor.environment import is_secret
 
 Kind = Literal["job", "trainjob"]
 

@@ -27,7 +27,7 @@ import psutil
 
 import drumline
 from drumline.errors import EXIT_INTERRUPTED, EXIT_USER
-from drumline.parallel.heartbeat import die_with_parent
+from drumline.parallel import die_with_parent
 
 MARK = "\x1edrumline "
 """Begins a line that is for the launcher."""

@@ -22,10 +22,10 @@ from drumline.errors import (
     DrumlineError,
 )
 from drumline.launch.hosts_file import RemoteHost
-from drumline.report.records import tell
 from drumline.launch.ssh_checks import ready, why_no_answer
 from drumline.launch.ssh_plan import Plan
 from drumline.launch.ssh_sessions import Line, Session, Show, follow
+from drumline.report import tell
 
 _SSH_SAYS = re.compile(r"ssh: |Timeout, server|Connection (to|closed|reset)|client_loop: ")
 _LAST_LINES = 20

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from drumline.network.interfaces import is_loopback
+from drumline.doctor import Finding, worst
 from drumline.errors import EXIT_INTERRUPTED, EXIT_USER, DrumlineError
-from drumline.doctor.finding import Finding, worst
-from drumline.report.records import tell
 from drumline.launch.ssh_plan import Plan
 from drumline.launch.ssh_sessions import Session, follow
+from drumline.network import is_loopback
+from drumline.report import tell
 
 _LIMIT_S = 120.0
 """How long a host may take to answer: longer than anything but a disk or a GPU that hangs."""

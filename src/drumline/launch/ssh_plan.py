@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.config.settings import MEETING_PORT
+from drumline.config import MEETING_PORT
+from drumline.doctor import masked
 from drumline.errors import ConfigError
-from drumline.parallel.heartbeat import ATTEMPT
 from drumline.launch.hosts_file import RemoteHost, parse_hosts, read_hosts
 from drumline.launch.job_command import flag
-from drumline.doctor.environment import masked
+from drumline.parallel import ATTEMPT
 
 COMMANDS = ("train", "bench", "doctor")
 SILENT_S = 60.0

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
-from drumline.launch.remote_agent import MARK
 from drumline.launch.hosts_file import RemoteHost
+from drumline.launch.remote_agent import MARK
 
 Stream = Literal["stdout", "stderr"]
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drumline.config.settings import GPTConfig
+from drumline.config import GPTConfig
 from drumline.errors import ConfigError
 from drumline.model.loss import IGNORED, capped, linear_cross_entropy
 from drumline.model.positions import attention_mask_for, merge_documents, one_before, positions, rope_table, rotate

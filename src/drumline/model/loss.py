@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from drumline.lazy import room
+
 IGNORED = -100
 """A target that does not count towards the loss."""
 
@@ -29,7 +31,6 @@ def linear_cross_entropy(
     *,
     softcap: float = 0.0,
     rows_at_once: int | None = None,
-    fp8: bool = False,
 ) -> Tensor:
     """Cross entropy of the targets summed over all positions, in nats: float32 scalar.
 
@@ -38,9 +39,8 @@ def linear_cross_entropy(
     targets: int64 (...); -100 marks a position that does not count
     softcap: logits x become softcap * tanh(x / softcap); 0 leaves them alone
     rows_at_once: of logits that exist together; by default what suits the device
-    fp8:     products in float8, for training; hidden must be what a norm gave, all sizes multiples of 16
 
-    Under autocast the other products have its format, as F.linear's would.
+    Under autocast the products have its format, as F.linear's would.
     """
     rows, wanted = hidden.flatten(0, -2), targets.flatten()  # (N, D), (N)
     device = rows.device.type
@@ -50,10 +50,7 @@ def linear_cross_entropy(
     if rows_at_once is None:
         rows_at_once = _ROWS_AT_ONCE.get(device, _ROWS_AT_ONCE_ELSEWHERE)
     parts = [slice(start, start + rows_at_once) for start in range(0, len(rows), rows_at_once)]
-    if fp8:
-        loss: Tensor = _by_parts(_Float8LinearCrossEntropy, rows, weight, wanted, softcap, parts)
-    else:
-        loss = _by_parts(_LinearCrossEntropy, rows.to(dtype), weight, wanted, softcap, parts)
+    loss: Tensor = by_parts(_LinearCrossEntropy, rows.to(dtype), weight, wanted, softcap, parts)
     return loss
 
 
@@ -69,7 +66,7 @@ def capped(logits: Tensor, softcap: float) -> Tensor:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _by_parts(
+def by_parts(
     way: type[torch.autograd.Function],
     hidden: Tensor,
     weight: Tensor,
@@ -101,39 +98,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _scaled(ctx.saved_tensors, gradient)
+        return scaled_gradients(ctx.saved_tensors, gradient)
 
 
-class _Float8LinearCrossEntropy(torch.autograd.Function):
-    """All three products in float8; the logits in between are bf16, and their gradient is e5m2."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float, parts: list[slice]
-    ) -> Tensor:
-        from drumline.kernels import fp8 as f8
-
-        by_hidden, by_weight, losses = torch.empty_like(hidden), None, []
-        (matrix,) = f8.float8_weights([weight])
-        inverse = f8.scalar(1.0 / f8.LOGIT_TOP, hidden.device)
-        for part in parts:
-            rows = f8.float8_normed(hidden[part])
-            logits = f8.product(rows.straight, matrix.straight, rows.inverse, matrix.inverse, fast=True)  # (n, V)
-            loss, gradient = _cross_entropy_to_float8(logits, targets[part], softcap=softcap, scale=f8.LOGIT_TOP)
-            del logits  # makes room for the turned gradient
-            losses.append(loss.sum())
-            by_hidden[part] = f8.product(gradient, matrix.turned, inverse, matrix.inverse, fast=False)
-            share = f8.product(f8.transposed(gradient), rows.turned, inverse, rows.inverse, fast=False)
-            by_weight = share if by_weight is None else by_weight.add_(share)
-        ctx.save_for_backward(by_hidden, by_weight)
-        return torch.stack(losses).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _scaled(ctx.saved_tensors, gradient)
-
-
-def _scaled(kept: tuple[Tensor, Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
+def scaled_gradients(kept: tuple[Tensor, Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
     by_hidden, by_weight = kept
     # As (1, 1) it makes the product float32, the weight's own format, in the same pass.
     return by_hidden * gradient.to(by_hidden.dtype), by_weight * gradient.reshape(1, 1), None, None, None
@@ -142,14 +110,14 @@ def _scaled(kept: tuple[Tensor, Tensor], gradient: Tensor) -> tuple[Tensor | Non
 def _cross_entropy(logits: Tensor, targets: Tensor, *, softcap: float, gradient: bool) -> Tensor:
     """Each row's loss, float32 (n); with `gradient`, logits (n, V) become the loss's gradient by them."""
     if logits.is_cuda and logits.dtype == torch.bfloat16 and importlib.util.find_spec("triton"):
-        from drumline.kernels.cross_entropy import cross_entropy_in_place
-
-        return cross_entropy_in_place(logits, targets, ignored=IGNORED, softcap=softcap, gradient=gradient)
+        return room("kernels").cross_entropy_in_place(  # type: ignore[no-any-return]
+            logits, targets, ignored=IGNORED, softcap=softcap, gradient=gradient
+        )
     return cross_entropy_in_place_reference(logits, targets, softcap=softcap, gradient=gradient)
 
 
 def cross_entropy_in_place_reference(logits: Tensor, targets: Tensor, *, softcap: float, gradient: bool) -> Tensor:
-    """As fused_cross_entropy's, in any format and on any device."""
+    """As kernels.cross_entropy_in_place, in any format and on any device."""
     values = capped(logits.float(), softcap)
     log_chances = torch.log_softmax(values, dim=-1)
     losses = F.nll_loss(log_chances, targets, reduction="none", ignore_index=IGNORED)
@@ -163,23 +131,3 @@ def cross_entropy_in_place_reference(logits: Tensor, targets: Tensor, *, softcap
             by_values *= 1.0 - (values / softcap).square()
         logits.copy_(by_values)
     return losses
-
-
-def _cross_entropy_to_float8(logits: Tensor, targets: Tensor, *, softcap: float, scale: float) -> tuple[Tensor, Tensor]:
-    """Each row's loss, float32 (n), and `scale` times its gradient by the logits, e5m2 (n, V)."""
-    if logits.is_cuda:
-        from drumline.kernels.cross_entropy import cross_entropy_to_float8
-
-        return cross_entropy_to_float8(logits, targets, ignored=IGNORED, softcap=softcap, scale=scale)
-    return cross_entropy_to_float8_reference(logits, targets, softcap=softcap, scale=scale)
-
-
-def cross_entropy_to_float8_reference(
-    logits: Tensor, targets: Tensor, *, softcap: float, scale: float
-) -> tuple[Tensor, Tensor]:
-    """As fused_cross_entropy's."""
-    from drumline.kernels.fp8 import rounded
-
-    values = logits.float()
-    losses = cross_entropy_in_place_reference(values, targets, softcap=softcap, gradient=True)
-    return losses, rounded(values * scale, torch.float8_e5m2)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drumline.config.settings import GPTConfig
+from drumline.config import GPTConfig
 
 
 def rope_table(config: GPTConfig) -> Tensor:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from drumline.lazy import room
+
 FIRST_MOMENTUM, MOMENTUM_STEPS = 0.85, 100
 """Momentum grows from this, over so many steps: early gradients are soon out of date."""
 
@@ -140,12 +142,11 @@ def _update_by_kernels(
     skipped: Tensor | None,
 ) -> None:
     """The same; gradients are divided, and nothing changes if it is to be skipped."""
-    from drumline.kernels import muon as fused_muon  # needs Triton
-
+    kernels = room("kernels")  # Triton's
     weights, gradients, momenta, variances, updates = (list(each) for each in zip(*parts, strict=True))
     one = torch.ones_like(updates[0])
     skipped = 1.0 - one if skipped is None else skipped
-    ahead = fused_muon.look_ahead(
+    ahead = kernels.muon_look_ahead(
         gradients,
         momenta,
         updates=updates[0],
@@ -155,7 +156,7 @@ def _update_by_kernels(
     )
     directions = raised(ahead)
     factors = row_factors(directions, variances, updates[0], skipped=skipped)
-    fused_muon.apply(weights, directions, factors, rate=rate, kept=kept, skipped=skipped)
+    kernels.muon_apply(weights, directions, factors, rate=rate, kept=kept, skipped=skipped)
 
 
 def suits_kernels(matrix: Tensor) -> bool:

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from drumline.config.settings import OptimConfig
-from drumline.model.gpt import CausalSelfAttention
+from drumline.config import RECIPES, OptimConfig, filled
+from drumline.lazy import room
+from drumline.model import CausalSelfAttention
 from drumline.optim.muon import Muon, suits_kernels
-from drumline.config.presets import RECIPES, filled
 
 T = TypeVar("T")
 
@@ -82,9 +82,7 @@ def adamw_for(model: nn.Module) -> type[torch.optim.AdamW]:
     """torch's, or where there are kernels for it ours, which computes the same."""
     if not all(map(suits_kernels, model.parameters())):
         return torch.optim.AdamW
-    from drumline.kernels.adamw import OnePassAdamW  # needs Triton
-
-    return OnePassAdamW
+    return room("kernels").OnePassAdamW  # type: ignore[no-any-return]
 
 
 def parameters_by_kind(model: nn.Module) -> dict[str, list[Tensor]]:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import drumline
-from drumline.parallel.world import World
-from drumline.config.settings import TrainConfig
+from drumline.config import TrainConfig
 from drumline.errors import DrumlineError
+from drumline.parallel.world import World
 
 # Where things lie may differ from host to host; what they hold is compared by hash.
 _LOCAL = frozenset("run_dir resume_from data_dir train_data_path valid_data_path tokenizer nproc device doctor".split())

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from drumline.config.settings import Device, Dtype
+from drumline.config import Device, Dtype
 from drumline.errors import ConfigError
 
 # Dense bf16 peak in TFLOP/s from the makers' data sheets, by a part of the name that CUDA reports.

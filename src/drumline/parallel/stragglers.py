@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from drumline.data.batches import BatchPlan
-from drumline.parallel.world import World
+from drumline.data import BatchPlan
 from drumline.parallel.heartbeat import Pulse
+from drumline.parallel.world import World
 
 WINDOW = 50
 """Steps that are judged together."""

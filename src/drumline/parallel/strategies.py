@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from drumline.data.batches import BatchPlan
-from drumline.parallel.world import World
+from drumline.data import BatchPlan
 from drumline.parallel.stragglers import Stopwatch
+from drumline.parallel.world import World
 
 # torch 2.13 gave this argument a new name and warns about the old one, which is all that 2.11 knows.
 _SYNC_BUFFERS = next(

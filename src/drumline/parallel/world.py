@@ -27,7 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
-from drumline.config.settings import Backend, Device
+from drumline.config import Backend, Device
 from drumline.errors import ConfigError, DrumlineError
 from drumline.parallel.hardware import fix_arithmetic, pick_device, quicken_pinning
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from drumline.report.records import count, read_metrics
+from drumline.report.records import read_metrics
+from drumline.units import count
 
 
 def plot_loss(metrics: Path, out: Path, *, title: str) -> None:

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from drumline.files.disk import LineFile, PostponedError
 from drumline.errors import DrumlineError
+from drumline.files import LineFile, PostponedError
+from drumline.units import count, duration
 
 Record = dict[str, Any]
 _CONSOLE = "the console"
@@ -213,22 +214,6 @@ def format_record(record: Record, *, total_steps: int) -> str:
         if record.get(key) is not None:
             parts.append(shown(record[key]))
     return " | ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """1h12m, 3m05s, 41s"""
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
-
-
-def count(number: float) -> str:
-    """182.4k, 3.1M"""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.1f}{letter}"
-    return f"{number:.0f}"
 
 
 _FORMATS: dict[str, Callable[[Any], str]] = {

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from drumline.data.preparing import Prepared, ProgressCallback
-from drumline.data.preparing import Progress as PrepareProgress
-from drumline.report.records import count
+from drumline.data import Prepared, ProgressCallback
+from drumline.data import Progress as PrepareProgress
+from drumline.units import count
 
 if TYPE_CHECKING:  # it has torch, which the other tables do without
-    from drumline.checkpoint.commands import Listed
+    from drumline.checkpoint import Listed
 
 _STAGES = {"reading": "reading text", "learning": "learning a vocabulary", "encoding": "encoding"}
 _PLAIN_EVERY_S = 5.0

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from drumline.config.settings import RecordConfig
+from drumline.config import RecordConfig
 from drumline.errors import MissingExtraError
+from drumline.files import RunFolder
 from drumline.plugins import load_plugin
 from drumline.report.records import Record, Sink
-from drumline.files.run_folder import RunFolder
 
 _REACH_TIMEOUT_S = 2.0
 

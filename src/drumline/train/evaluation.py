@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from drumline.data.batches import window_batch
-from drumline.parallel.world import World
+from drumline.data import TokenFile, window_batch
 from drumline.errors import DataError
+from drumline.parallel import World
 from drumline.train.step import Objective, Precision, to_device
-from drumline.data.tokens import TokenFile
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.data.batches import Batches
-from drumline.checkpoint.checkpoints import weights
-from drumline.parallel.world import World
-from drumline.config.settings import OnNonfinite
+from drumline.checkpoint import weights
+from drumline.config import OnNonfinite
+from drumline.data import Batches
 from drumline.errors import EXIT_CRASHED, RunLostError, TrainingError
+from drumline.parallel import World
 from drumline.train.step import Precision, StepResult
 
 _REMEMBERED, _ENOUGH = 64, 16

@@ -19,26 +19,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.checkpoint import checkpoints
-from drumline.parallel.agreement import versions
-from drumline.data.batches import Batches, mix
-from drumline.checkpoint.checkpoints import RunState
-from drumline.parallel.world import World
-from drumline.files.disk import LineFile
+from drumline.checkpoint import Retention, RunState, Saver, Snapshots, resume, valid_ones, weights, weights_sha256
+from drumline.data import Batches, mix
 from drumline.errors import DrumlineError, TrainingError
+from drumline.files import LineFile, RunFolder
+from drumline.parallel import Pace, Pulse, Strategy, World, peak_flops, peak_memory_bytes, versions
+from drumline.report import JsonlSink, Record, Records, Speed, forget_after
 from drumline.train.guard import Guard, GuardRules, ReplicaDriftError, Verdict
-from drumline.parallel.hardware import peak_flops, peak_memory_bytes
-from drumline.parallel.heartbeat import Pulse
-from drumline.parallel.strategies import Strategy
-from drumline.report.records import JsonlSink, Record, Records, Speed, forget_after
-from drumline.checkpoint.resuming import resume
-from drumline.checkpoint.retention import Retention
-from drumline.files.run_folder import RunFolder
-from drumline.checkpoint.saver import Saver
-from drumline.checkpoint.snapshots import Snapshots
-from drumline.train.step import Gradient, Objective, Precision, StepResult, compute_gradient, update
 from drumline.train.signals import stop_signals
-from drumline.parallel.stragglers import Pace
+from drumline.train.step import Gradient, Objective, Precision, StepResult, compute_gradient, update
 
 
 @dataclass(frozen=True)
@@ -98,7 +87,7 @@ class Loop:
             **self.facts,
         }
         parameters = dict(self.model.named_parameters())
-        self._statistic_names = [name for name in checkpoints.weights(self.model) if name not in parameters]
+        self._statistic_names = [name for name in weights(self.model) if name not in parameters]
         self._began = self._warm = False
         self._detours: list[list[int]] = []
         self._ahead: dict[int, Gradient] = {}
@@ -231,7 +220,7 @@ class Loop:
 
     def _where_to_go_back(self, records: Records) -> str:
         """The newest step that was due to be saved: where a run was stopped by a signal must not decide its course."""
-        valid = checkpoints.valid_ones(self.folder.checkpoints, warn=records.say)
+        valid = valid_ones(self.folder.checkpoints, warn=records.say)
         return next((str(found.step) for found in valid if due(found.step, self._save_every, 0)), "auto")
 
     def _resume(self, saver: Saver, records: Records) -> int:
@@ -293,7 +282,7 @@ class Loop:
         saver.finish(self._state(step), give_up=stop.is_set)
         saver.forget_snapshots()
         state = "finished" if step >= self._last else "stopped"
-        sha256 = checkpoints.weights_sha256(self.model)
+        sha256 = weights_sha256(self.model)
         self._status(state, step, weights_sha256=sha256, skipped_steps=self._guard.skipped_steps)
         return FitResult(state, step, result.loss if result else math.nan, sha256)
 

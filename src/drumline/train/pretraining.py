@@ -13,54 +13,68 @@ from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from drumline.checkpoint import checkpoints
-from drumline.parallel.agreement import compare, digest, settings, versions
-from drumline.data.batches import SHORTER, TokenBatches, mix, plan_batches
-from drumline.parallel.world import World, join, leave
-from drumline.config.settings import OptimConfig, TrainConfig
-from drumline.config.toml_file import differences, from_settings, read_settings, sections, to_toml
-from drumline.files.disk import replace_text
+from drumline.checkpoint import Retention, check_resume, weights_sha256, what_to_resume
+from drumline.config import (
+    OptimConfig,
+    TrainConfig,
+    differences,
+    from_settings,
+    gpt_config,
+    preset,
+    read_settings,
+    sections,
+    to_toml,
+    with_preset,
+)
+from drumline.data import (
+    SHORTER,
+    Data,
+    ProgressCallback,
+    StreamDecoder,
+    TokenBatches,
+    Tokenizer,
+    mix,
+    open_data,
+    plan_batches,
+)
 from drumline.errors import ConfigError
+from drumline.files import RunFolder, choose_folder, replace_text
+from drumline.lazy import room
+from drumline.model import GPT, build_model, token_objective
+from drumline.optim import learning_rate, make_optimizer, scaled
+from drumline.parallel import (
+    ATTEMPT,
+    World,
+    allow_tf32,
+    compare,
+    digest,
+    is_hopper,
+    join,
+    leave,
+    make_strategy,
+    pick_dtype,
+    promise_an_ending,
+    settings,
+    started_again,
+    tell_run_dir,
+    under_torchrun,
+    versions,
+)
+from drumline.report import JsonlSink, Record, Records, Sink, open_trackers, plot_loss
 from drumline.train.evaluation import evaluate
-from drumline.kernels.gpt import FusedGPT, check_fp8, with_kernels
-from drumline.kernels.cuda_graphs import with_graphs
 from drumline.train.guard import GuardRules
-from drumline.parallel.hardware import allow_tf32, pick_dtype
-from drumline.parallel.heartbeat import ATTEMPT, promise_an_ending, started_again, tell_run_dir, under_torchrun
 from drumline.train.loop import FitResult, Loop
-from drumline.model.gpt import GPT
-from drumline.optim.optimizers import learning_rate, make_optimizer, scaled
-from drumline.parallel.strategies import make_strategy
-from drumline.report.plots import plot_loss
-from drumline.data.preparing import ProgressCallback
-from drumline.config.presets import gpt_config, preset, with_preset
-from drumline.report.records import JsonlSink, Record, Records, Sink, count
-from drumline.checkpoint.resuming import check_resume, what_to_resume
-from drumline.checkpoint.retention import Retention
-from drumline.files.run_folder import RunFolder
-from drumline.report.runs import build_model, choose_folder
-from drumline.generate.sample import SampleConfig, generate
-from drumline.train.step import Precision
 from drumline.train.signals import STOP_SIGNALS
-from drumline.data.tokenizer import StreamDecoder, Tokenizer
-from drumline.report.trackers import open_trackers
-from drumline.data.training_data import Data, open_in_turn
+from drumline.train.step import Precision
+from drumline.units import count
 
 T = TypeVar("T")
 SAMPLE_TOKENS = 120
-
-
-def token_objective(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
-    """The summed cross entropy of a micro-batch of windows."""
-    inputs, targets, documents = batch
-    extra = {} if documents is None else {"document_ids": documents}
-    loss: Tensor = model(inputs, targets=targets, **extra)[1]
-    return loss
 
 
 def pretrain(config: TrainConfig, *, progress: ProgressCallback | None = None) -> FitResult:
@@ -110,11 +124,21 @@ def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | No
         return _concluded(config, data, loop, records, result) if world.is_main else result
 
 
+def open_in_turn(config: TrainConfig, world: World, progress: ProgressCallback | None) -> Data:
+    """Rank 0 prepares the text, then one rank of each other host, which may have its own disk; then all read it."""
+    own = world.place.local_rank == 0
+    first = world.together(lambda: open_data(config, progress=progress) if world.is_main else None)
+    world.together(lambda: open_data(config) if own and not world.is_main else None)
+    data = world.together(lambda: open_data(config))
+    return replace(data, skipped=first.skipped) if first is not None else data  # who prepared knows what it skipped
+
+
 def _filled_in(config: TrainConfig, device: torch.device) -> TrainConfig:
     """With the preset's settings; refuses what cannot work before any text is prepared."""
     config = with_preset(config)
     gpt_config(config.model, vocab_size=1)
-    check_fp8(config, device)
+    if config.run.fp8:
+        room("kernels").check_fp8(config, device)
     if config.batch.short_contexts and _known(config.model.context) % SHORTER:
         raise ConfigError(
             f"a context of {config.model.context} tokens cannot be read as {SHORTER} short ones",
@@ -210,17 +234,19 @@ def _loop(
 ) -> Loop:
     allow_tf32()
     torch.manual_seed(mix(config.run.seed))
-    built = with_kernels(config, world.device)
+    built = room("kernels").with_kernels(config, world.device) if _may_have_kernels(config, world.device) else config
     model = world.together(lambda: build_model(built, vocab_size=data.vocab_size)).to(world.device)
     facts = {"train_data": data.train.sha256 or f"{len(data.train)} tokens", "vocab_size": data.vocab_size}
     compare(world, {**versions(), **settings(config), **facts, **_origins(data, model)})
     dtype = pick_dtype(config.run.dtype, world.device)
     if config.run.compile:
         model.compile()
-    if config.run.compile or (isinstance(model, FusedGPT) and model.is_fused(world.device, dtype)):
+    if config.run.compile or (built is not config and cast(Any, model).is_fused(world.device, dtype)):
         records.say("compiling: the first step will take a while")
     strategy = make_strategy(model, batches.plan, world, bitwise=config.ranks.bitwise)
     precision = Precision.of(world.device, dtype)
+    if world.device.type == "cuda":
+        strategy = room("kernels").with_graphs(strategy, model, precision)
     return Loop(
         folder=folder,
         model=model,
@@ -229,7 +255,7 @@ def _loop(
         objective=token_objective,
         precision=precision,
         world=world,
-        strategy=with_graphs(strategy, model, precision),
+        strategy=strategy,
         seed=config.run.seed,
         lr=partial(
             learning_rate, optim=scaled(config.optim, sequences=batches.plan.sequences), total_steps=total_steps
@@ -253,12 +279,16 @@ def _loop(
     )
 
 
+def _may_have_kernels(config: TrainConfig, device: torch.device) -> bool:
+    return config.run.fp8 or (is_hopper(device) and not config.ranks.bitwise)
+
+
 def _origins(data: Data, model: nn.Module) -> dict[str, Any]:
     """What else every rank must have alike."""
     return {
         "tokenizer": data.tokenizer.sha256 if data.tokenizer else None,
         "valid_data": data.valid and (data.valid.sha256 or len(data.valid)),
-        "initial weights": checkpoints.weights_sha256(model),
+        "initial weights": weights_sha256(model),
     }
 
 
@@ -376,10 +406,11 @@ def _conclude(config: TrainConfig, data: Data, loop: Loop, records: Records, res
 
 def _sample(config: TrainConfig, tokenizer: Tokenizer, model: GPT) -> str:
     decoder = StreamDecoder(tokenizer)
-    settings = SampleConfig(max_tokens=SAMPLE_TOKENS, seed=config.run.seed)
+    generate = room("generate")
+    settings = generate.SampleConfig(max_tokens=SAMPLE_TOKENS, seed=config.run.seed)
     prompt = tokenizer.encode(config.records.sample_prompt)
     text = "".join(
-        decoder.push(token) for token in generate(model, prompt, settings, end_of_text=tokenizer.end_of_text)
+        decoder.push(token) for token in generate.generate(model, prompt, settings, end_of_text=tokenizer.end_of_text)
     )
     return config.records.sample_prompt + text + decoder.flush()
 

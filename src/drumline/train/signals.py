@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from drumline.parallel.heartbeat import is_supervised
+from drumline.parallel import is_supervised
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """All of them mean: stop after this step, with everything saved. SIGUSR1 is SLURM's warning that time is up."""

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from drumline.parallel.hardware import is_hopper
-from drumline.parallel.strategies import Strategy
-from drumline.parallel.stragglers import Stopwatch
+from drumline.parallel import Stopwatch, Strategy, is_hopper
 
 # On Hopper, the first that can do what is asked: cuDNN's is the fastest, and stands back where bits must repeat.
 _ATTENTION = [

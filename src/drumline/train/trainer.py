@@ -13,17 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from drumline.parallel.agreement import compare, versions
-from drumline.data.batches import DatasetBatches, plan_batches
-from drumline.parallel.world import join
-from drumline.config.settings import Backend, BatchConfig, Device, Dtype, OnNonfinite
+from drumline.checkpoint import Retention
+from drumline.config import Backend, BatchConfig, Device, Dtype, OnNonfinite
+from drumline.data import DatasetBatches, plan_batches
 from drumline.errors import ConfigError
+from drumline.files import RunFolder
+from drumline.parallel import compare, join, make_strategy, pick_dtype, versions
 from drumline.train.guard import GuardRules
-from drumline.parallel.hardware import pick_dtype
 from drumline.train.loop import FitResult, Loop
-from drumline.parallel.strategies import make_strategy
-from drumline.checkpoint.retention import Retention
-from drumline.files.run_folder import RunFolder
 from drumline.train.step import Objective, Precision
 
 Loss = Callable[[Any, Any], Tensor]

@@ -1,0 +1,1 @@
+"""Several hosts that look at each other -> findings."""

@@ -14,15 +14,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from drumline.network.interfaces import is_loopback
 from drumline.doctor.finding import Finding
 from drumline.doctor.hosts.alike import compare_data
+from drumline.doctor.hosts.collectives import CollectiveBackend, Links, judge_links, measure, merged
 from drumline.doctor.hosts.judge import judge
 from drumline.doctor.hosts.look import LOOK_S, look_at, peers
 from drumline.doctor.hosts.meet import CheckEndedError, Gathering, Messenger, meet
 from drumline.doctor.hosts.report import HostFacts, Sight, data_hashes, label, own_facts
-from drumline.doctor.hosts.collectives import CollectiveBackend, Links, judge_links, measure, merged
-from drumline.network.probe import ProbeServer, resolve, within
+from drumline.network import ProbeServer, is_loopback, resolve, within
 
 _LOOKS_S, _LINKS_S, _SLACK_S, _GRACE_S = 30.0, 90.0, 15.0, 8.0
 _SAY_S, _WAIT_S, _GOODBYE_S = 5.0, 0.05, 15.0

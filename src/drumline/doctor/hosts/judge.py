@@ -10,10 +10,10 @@ import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 
-from drumline.network.interfaces import Card, card_of, is_loopback
 from drumline.doctor.finding import Finding
 from drumline.doctor.hosts.alike import compare_versions
 from drumline.doctor.hosts.report import HostFacts, Sight, label
+from drumline.network import Card, card_of, is_loopback
 
 _SKEW_S = 1.0
 """Torch's rendezvous takes a host for dead that is a few seconds off."""

@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from drumline.network.interfaces import address_towards, card_of
 from drumline.doctor.hosts.report import HostFacts, Sight, Use
-from drumline.network.probe import Ping, Why, largest_packet, ping, resolve, transfer, why_not
+from drumline.network import Ping, Why, address_towards, card_of, largest_packet, ping, resolve, transfer, why_not
 
 LOOK_S = 30.0
 """The most that one look takes."""

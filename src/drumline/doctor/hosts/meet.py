@@ -18,13 +18,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from drumline.network.interfaces import find_cards
-from drumline.parallel.world import find_place, slurm_hosts
-from drumline.config.settings import MEETING_PORT
-from drumline.errors import ConfigError
+from drumline.config import MEETING_PORT
 from drumline.doctor.finding import Finding
-from drumline.elastic.leader import is_here
-from drumline.network.probe import Why, resolve, user_of, why_not, within
+from drumline.elastic import is_here
+from drumline.errors import ConfigError
+from drumline.network import Why, find_cards, resolve, user_of, why_not, within
+from drumline.parallel import find_place, slurm_hosts
 
 T = TypeVar("T")
 

@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from drumline.parallel.agreement import versions
-from drumline.network.interfaces import Card, find_cards, gloo_address, is_loopback
-from drumline.files.disk import file_sha256
+from drumline.data import MANIFEST, TOKENIZER, FileRecord, read_manifest
 from drumline.errors import DataError
-from drumline.network.probe import Why
-from drumline.data.manifest import MANIFEST, TOKENIZER, FileRecord, read_manifest
+from drumline.files import file_sha256
+from drumline.network import Card, Why, find_cards, gloo_address, is_loopback
+from drumline.parallel import versions
 
 Use = Literal["gloo", "nccl"]
 

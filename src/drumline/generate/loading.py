@@ -1,0 +1,47 @@
+"""A trained model out of a run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from drumline.checkpoint import load as load_checkpoint
+from drumline.checkpoint import newest_valid, open_checkpoint
+from drumline.config import TrainConfig
+from drumline.data import Tokenizer
+from drumline.errors import CheckpointError
+from drumline.files import RunFolder, stored_config
+from drumline.model import build_model
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    folder: RunFolder
+    config: TrainConfig
+    step: int
+    model: nn.Module
+    tokenizer: Tokenizer | None
+    vocab_size: int
+
+
+def load_run(path: Path) -> LoadedRun:
+    """The newest valid checkpoint of a run, or the very checkpoint `path` names, with its model and tokenizer."""
+    folder = RunFolder(path if (path / "config.toml").exists() else path.parent.parent)
+    config = stored_config(folder)
+    if config is None or config.data.vocab_size is None:
+        raise CheckpointError(
+            f"{path} is neither a run nor a checkpoint of one", fix="`drumline runs` lists the runs here"
+        )
+    warnings: list[str] = []
+    found = open_checkpoint(path) if path != folder.path else newest_valid(folder.checkpoints, warn=warnings.append)
+    if found is None:
+        raise CheckpointError(
+            f"the run {path} has no valid checkpoint yet", fix="let it train until its first save (--save_every)"
+        )
+    tokenizer = Tokenizer.load(folder.tokenizer) if folder.tokenizer.exists() else None
+    vocab_size = tokenizer.vocab_size if tokenizer else config.data.vocab_size
+    model = build_model(config, vocab_size=vocab_size)
+    load_checkpoint(found, model=model, optimizer=None)
+    return LoadedRun(folder, config, found.step, model, tokenizer, vocab_size)

@@ -1,0 +1,201 @@
+"""The command line: quick, forgiving about dashes, and mistakes are two lines with a fix."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.small import small
+
+from drumline.cli.app import app, run_command
+from drumline.config.toml_file import sections
+from drumline.errors import EXIT_USAGE, EXIT_USER
+from drumline.files.run_folder import RunFolder
+from drumline.report.runs import list_runs
+
+Train = Callable[..., int]
+
+
+def test_help_imports_no_torch_and_answers_at_once() -> None:
+    code = (
+        "import sys; from drumline.cli.app import run_command; "
+        "code = run_command(['--help']); assert not {'torch', 'numpy'} & set(sys.modules); sys.exit(code)"
+    )
+    took_s = []
+    for _ in range(3):
+        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            answer = process.stdout.read()
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        for command in ("prepare", "train", "evaluate", "sample", "runs"):
+            assert command in answer
+        took_s.append(used.ru_utime + used.ru_stime)  # the processor's time: other tests run beside this one
+    assert min(took_s) < 0.3
+
+
+def test_help_explains_every_setting_in_groups(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    for command in (app, app["train"]):  # a console that an earlier error made keeps the width of that time
+        monkeypatch.setattr(command, "_fallback_console", None)
+    run_command(["train", "--help"])
+    shown = capsys.readouterr().out
+    for section in sections().values():
+        for name in section:
+            assert f"--{name} " in shown, name
+    groups = re.findall(r"─ (\w+) ─", shown)
+    assert groups == ["Parameters", "Model", "Data", "Batch", "Optimizer", "Run", "Ranks", "Records"]
+
+
+@pytest.mark.parametrize("flag", ["--batch_size", "--batch-size"])
+def test_dashes_and_underscores_are_alike(train: Train, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["train", "--dry_run", flag, "3"]) == 0
+    assert "3 sequences x 1 micro-batches" in capsys.readouterr().out
+
+
+def test_flags_override_the_config_file_which_overrides_the_preset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text('preset = "modern-tiny"\n[model]\nn_layers = 3\n[optim]\nlr = 0.5\n')
+    assert run_command(["train", "--config", "run.toml", "--lr", "0.25", "--dry_run"]) == 0
+    shown = capsys.readouterr().out
+    assert "n_layers = 3" in shown and "lr = 0.25" in shown and 'positions = "rope"' in shown
+
+
+def test_dry_run_shows_what_would_happen_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(["train", "--dry_run", "--preset", "gpt2", "--gradient_accumulation_steps", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "parameters       124,475,904" in shown  # GPT-2's, with the vocabulary rounded up to 50,304
+    assert "8 sequences x 4 micro-batches x 1024 = 32,768 tokens" in shown
+    assert re.search(r"memory +about \d+\.\d\d GB", shown) and "1 epochs, counted once the text is prepared" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (["train", "--bach_size", "3"], EXIT_USAGE, "Did you mean --batch_size?"),
+        (["trian"], EXIT_USAGE, "train"),
+        (["train", "--lr", "fast"], EXIT_USAGE, "fast"),
+        (["train", "--device", "tpu"], EXIT_USAGE, "tpu"),
+        (["train", "--config", "absent.toml"], EXIT_USER, "absent.toml"),
+        (["train", "--config", "bad.toml"], EXIT_USAGE, "did you mean lr?"),
+        (["train", "--preset", "gpt3"], EXIT_USER, "gpt2"),
+        (["train", "--train_data_path", "nowhere.txt"], EXIT_USER, "nowhere.txt"),
+        (["train", "--train_data_path", "nowhere.bin"], EXIT_USER, "nowhere.bin"),
+        (["train", "--n_heads", "5"], EXIT_USER, "5 heads"),
+        (["train", "--lr", "-1"], EXIT_USER, "lr is -1.0"),
+        (["train", "--batch_size", "0"], EXIT_USER, "batch_size is 0"),
+        (["train", "--total_steps", "0"], EXIT_USER, "total_steps"),
+        (["train", "--save_every", "-3"], EXIT_USER, "save_every"),
+        (["train", "--log_every", "0"], EXIT_USER, "log_every"),
+        (["train", "--device", "mps"], EXIT_USER, "no mps device"),
+        (["train", "--resume_from", "nowhere"], EXIT_USER, "nowhere"),
+        (["train", "--allow_change", "learning_rate"], EXIT_USER, "learning_rate"),
+        (["evaluate", "nowhere"], EXIT_USER, "nowhere"),
+        (["sample", "nowhere"], EXIT_USER, "nowhere"),
+        (["sample", "nowhere", "--temperature", "-1"], EXIT_USER, "temperature"),
+        (["prepare", "nowhere.txt", "--out", "out"], EXIT_USER, "nowhere.txt"),
+        (["prepare", "text"], EXIT_USAGE, "out"),
+    ],
+)
+def test_a_mistake_is_two_lines_with_a_fix(
+    tmp_path: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+    code: int,
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.toml").write_text("lrr = 1\n")
+    if argv[0] == "train" and "--train_data_path" not in argv:
+        argv = [*argv, "--train_data_path", "text", "--vocab_size", "300"]
+    assert run_command(argv) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("error: ") and lines[1].startswith("  fix: ")
+    assert says in "".join(lines)
+    assert list(list_runs(Path("runs"))) == []
+
+
+def test_evaluate_and_sample_use_the_newest_checkpoint(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--run_dir", "run", "--save_every", "3") == 0
+    capsys.readouterr()
+    assert run_command(["evaluate", "run"]) == 0
+    shown = capsys.readouterr().out
+    assert "at step 6" in shown and "bits per byte" in shown
+    assert run_command(["evaluate", "run/checkpoints/step-00000003", "--split", "train", "--batch_size", "3"]) == 0
+    assert "at step 3" in capsys.readouterr().out
+    (prepared,) = Path("data").iterdir()
+    assert run_command(["evaluate", "run", "--data", str(prepared / "valid.bin")]) == 0
+    assert capsys.readouterr().out == shown
+    texts = []
+    for seed in ("1", "1", "2"):
+        hot = ["--temperature", "5"]  # the text is so simple that a cooler model always goes on alike
+        assert run_command(["sample", "run", "--prompt", "All work", "--seed", seed, "--max_tokens", "20", *hot]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2] and texts[0].startswith("All work")
+    greedy = ["--temperature", "0", "--top_k", "5", "--top_p", "0.9", "--max_tokens", "5", "--device", "cpu"]
+    assert run_command(["sample", "run", *greedy]) == 0
+
+
+def test_runs_lists_each_run_with_its_state_and_last_loss(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["runs"]) == 0
+    assert "no runs in runs" in capsys.readouterr().out
+    assert train() == 0
+    assert (
+        train(
+            "--recipe", "classic", "--lr", "1e30", "--max_nonfinite", "1", "--grad_clip", "0", "--run_dir", "runs/bad"
+        )
+        == 3
+    )
+    status = json.loads(Path("runs/modern-tiny/status.json").read_text())
+    Path("runs/gone").mkdir()
+    Path("runs/gone/config.toml").write_text("")
+    Path("runs/gone/status.json").write_text(json.dumps({**status, "state": "running", "pid": 2**22 + 1}))
+    capsys.readouterr()
+    assert run_command(["runs"]) == 0
+    shown = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.startswith("runs/")}
+    assert rows["runs/modern-tiny"][:2] == ["finished", "6/6"] and float(rows["runs/modern-tiny"][2]) > 0
+    assert rows["runs/bad"][0] == "failed" and rows["runs/gone"][0] == "lost"
+    assert "runs/bad: step" in shown and "not finite" not in rows["runs/bad"]
+
+
+def test_prepare_writes_what_train_reads(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (text / "bad.txt").write_bytes(b"caf\xe9 \xff")
+    command = ["prepare", "text", "--out", "tokens", "--vocab_size", "300"]
+    assert run_command(command) == EXIT_USER
+    assert "bad.txt" in capsys.readouterr().err and not Path("tokens").exists()
+    assert run_command([*command, "--on_error", "skip"]) == 0
+    shown = capsys.readouterr().out
+    assert "skipped 1 unreadable" in shown and "drumline train --train_data_path tokens" in shown
+    assert run_command(["train", *small("--train_data_path", "tokens", "--run_dir", "run")]) == 0
+
+
+@pytest.mark.parametrize("ranks", [(), ("--nproc", "2")], ids=["alone", "two ranks"])
+def test_a_run_started_without_standard_streams_trains_and_keeps_its_files_apart(
+    text: Path, tmp_path: Path, ranks: tuple[str, ...]
+) -> None:
+    flags = small("--train_data_path", str(text), "--run_dir", str(tmp_path / "run"), *ranks)
+    command = shlex.join([sys.executable, "-m", "drumline", "train", *flags])
+    done = subprocess.run(["bash", "-c", f"exec {command} <&- >&- 2>&-"], check=False, timeout=120)
+    folder = RunFolder(tmp_path / "run")
+    assert done.returncode == 0 and folder.read_status()["state"] == "finished"
+    assert "finished: " in folder.log.read_text()

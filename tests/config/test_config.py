@@ -1,0 +1,131 @@
+"""Settings: presets fill what is open, TOML gives back what was written, mistakes get a fix."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drumline.config.presets import PRESETS, gpt_config, with_preset
+from drumline.config.settings import DataConfig, GPTConfig, ModelSettings, OptimConfig, RunConfig, TrainConfig
+from drumline.config.toml_file import (
+    FREE_TO_CHANGE,
+    UnknownKeyError,
+    differences,
+    from_settings,
+    read_settings,
+    sections,
+    to_toml,
+)
+from drumline.errors import ConfigError
+
+
+def test_no_two_sections_share_a_settings_name() -> None:
+    names = [name for section in sections().values() for name in section]
+    assert len(names) == len(set(names))
+    assert set(names) >= FREE_TO_CHANGE
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_fills_every_open_setting_of_the_model(name: str) -> None:
+    config = with_preset(TrainConfig(model=ModelSettings(preset=name)))
+    open_settings = [f.name for f in fields(config.model) if getattr(config.model, f.name) is None]
+    assert open_settings in ([], ["n_kv_heads"])
+    assert config.optim.lr and config.data.vocab_size and (config.batch.total_steps or config.batch.epochs)
+
+
+def test_gpt2_presets_have_the_published_shapes() -> None:
+    def shape(name: str) -> tuple[int, int, int, int]:
+        gpt = gpt_config(with_preset(TrainConfig(model=ModelSettings(preset=name))).model, vocab_size=50257)
+        return gpt.n_layers, gpt.n_heads, gpt.d_model, gpt.max_position_embeddings
+
+    assert shape("gpt2") == shape("modern") == (12, 12, 768, 1024)
+    assert shape("gpt2-medium") == shape("modern-medium") == (24, 16, 1024, 1024)
+    assert shape("gpt2-large") == shape("modern-large") == (36, 20, 1280, 1024)
+    assert shape("gpt2-xl") == shape("modern-xl") == (48, 25, 1600, 1024)
+
+
+def test_a_setting_given_by_the_user_beats_the_preset() -> None:
+    config = with_preset(TrainConfig(model=ModelSettings(n_layers=7, qk_norm=False, preset="modern-tiny")))
+    assert config.model.n_layers == 7 and config.model.qk_norm is False and config.model.positions == "rope"
+
+
+def test_an_unknown_preset_is_answered_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match="there is no preset 'gpt2-medum'") as raised:
+        with_preset(TrainConfig(model=ModelSettings(preset="gpt2-medum")))
+    assert "did you mean --preset gpt2-medium?" in raised.value.fix
+
+
+@given(
+    path=st.text(max_size=30),
+    lr=st.floats(min_value=1e-12, max_value=1e3),
+    seed=st.integers(0, 2**63 - 1),
+    allow=st.lists(st.text(max_size=5), max_size=3),
+)
+def test_a_config_written_as_toml_reads_back_the_same(
+    tmp_path_factory: pytest.TempPathFactory, path: str, lr: float, seed: int, allow: list[str]
+) -> None:
+    config = TrainConfig(
+        data=DataConfig(train_data_path=path),
+        optim=OptimConfig(lr=lr),
+        run=RunConfig(seed=seed, allow_change=tuple(allow)),
+    )
+    file = tmp_path_factory.mktemp("toml") / "run.toml"
+    file.write_text(to_toml(config), encoding="utf-8")
+    assert from_settings(read_settings(file)) == config
+
+
+def test_a_setting_may_stand_in_its_section_or_at_the_top(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('preset = "gpt2"\n[optim]\nlr = 1e-3\n')
+    assert read_settings(file) == {"preset": "gpt2", "lr": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "fix"),
+    [
+        ("[optim]\nlrr = 1\n", "lrr", "did you mean lr?"),
+        ("bach_size = 3\n", "bach_size", "did you mean batch_size?"),
+        ("[optm]\nlr = 1\n", r"\[optm\]", "did you mean optim?"),
+        ("[optim]\nbatch_size = 1\n", "batch_size", "move it to [batch]"),
+    ],
+)
+def test_an_unknown_key_in_a_config_file_is_named_with_the_nearest_one(
+    tmp_path: Path, text: str, error: str, fix: str
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    with pytest.raises(UnknownKeyError, match=error) as raised:
+        read_settings(file)
+    assert fix in raised.value.fix and str(file) in raised.value.problem
+
+
+def test_a_config_file_that_is_missing_or_broken_is_an_error_for_people(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no\.toml"):
+        read_settings(tmp_path / "no.toml")
+    (tmp_path / "bad.toml").write_text("lr = = 3\n")
+    with pytest.raises(ConfigError, match=r"bad\.toml is not valid TOML"):
+        read_settings(tmp_path / "bad.toml")
+
+
+def test_differences_are_those_that_change_what_a_step_computes() -> None:
+    old = with_preset(TrainConfig())
+    new = replace(old, run=replace(old.run, save_every=7, seed=3), optim=replace(old.optim, lr=1.0))
+    assert differences(old, new) == {"lr": (old.optim.lr, 1.0), "seed": (0, 3)}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"d_model": 100, "n_heads": 12},
+        {"n_heads": 12, "n_kv_heads": 5},
+        {"n_layers": 0},
+        {"dropout": 1.0},
+        {"d_model": 36, "n_heads": 12, "positions": "rope"},
+    ],
+)
+def test_an_impossible_shape_is_refused_with_a_fix(shape: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        GPTConfig(**shape)  # type: ignore[arg-type]
+    assert "--" in raised.value.fix

@@ -1,0 +1,140 @@
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drumline.data import corpus as corpus_module
+from drumline.data.corpus import Corpus, Label
+from drumline.data.text_files import Document, Skipped
+from drumline.errors import ConfigError
+
+
+def write_rows(path: Path, texts: list[str]) -> str:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def parts(corpus: Corpus) -> dict[Label, list[Document]]:
+    _, cut_bytes = corpus.survey(sample_bytes=0, on_bytes=lambda _: None, on_text=lambda _: None)
+    found: dict[Label, list[Document]] = {"train": [], "valid": []}
+    for label, document in corpus.labelled(cut_bytes=cut_bytes, skipped=Skipped(), on_bytes=lambda _: None):
+        found[label].append(document)
+    return found
+
+
+def sample(corpus: Corpus, sample_bytes: int) -> list[str]:
+    return corpus.survey(sample_bytes=sample_bytes, on_bytes=lambda _: None, on_text=lambda _: None)[0]
+
+
+def test_documents_are_held_out_by_seed_and_name_about_as_many_as_asked_for(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "x.jsonl", [f"text {number}" for number in range(2000)])
+    found = parts(Corpus(source, valid_fraction=0.1))
+    assert 140 < len(found["valid"]) < 260
+    assert found == parts(Corpus(source, valid_fraction=0.1))
+    assert found != parts(Corpus(source, valid_fraction=0.1, seed=1))
+    longer = write_rows(tmp_path / "x.jsonl", [f"text {number}" for number in range(3000)])
+    assert parts(Corpus(longer, valid_fraction=0.1))["valid"][: len(found["valid"])] == found["valid"]
+
+
+def test_the_first_document_is_always_trained_on(tmp_path: Path) -> None:
+    found = parts(Corpus(write_rows(tmp_path / "x.jsonl", ["a", "b", "c"]), valid_fraction=0.999999))
+    assert [[part.text for part in found[label]] for label in ("train", "valid")] == [["a"], ["b", "c"]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(st.text(st.sampled_from("ab é🥁\n"), min_size=1), min_size=1, max_size=5),
+    fraction=st.floats(0.001, 0.6),
+)
+def test_where_no_document_is_held_out_the_end_of_the_text_is(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], fraction: float
+) -> None:
+    source = write_rows(tmp_path_factory.mktemp("text") / "x.jsonl", texts)
+    corpus = Corpus(source, valid_fraction=fraction)
+    cut_bytes = corpus.survey(sample_bytes=0, on_bytes=lambda _: None, on_text=lambda _: None)[1]
+    found = parts(corpus)
+    assert found["valid"]
+    if cut_bytes is not None:
+        train, valid = ("".join(part.text for part in found[label]) for label in ("train", "valid"))
+        assert train + valid == "".join(texts)
+        assert len(train.encode()) <= cut_bytes
+
+
+def test_a_cut_spares_the_word_it_falls_into(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("one two three four")
+    found = parts(Corpus(str(tmp_path / "x.txt"), valid_fraction=0.1))
+    assert [part.text for part in found["train"] + found["valid"]] == ["one two three", " four"]
+
+
+@pytest.mark.parametrize("fraction", [0.05, 0.5])
+def test_the_sample_holds_the_first_training_text_and_nothing_held_out(tmp_path: Path, fraction: float) -> None:
+    source = write_rows(tmp_path / "x.jsonl", [f"text {number}" for number in range(40)])
+    corpus = Corpus(source, valid_fraction=fraction)
+    train = "".join(part.text for part in parts(corpus)["train"])
+    assert "".join(sample(corpus, 10_000)) == train
+    assert train.startswith("".join(sample(corpus, 30)))
+    assert 30 <= len("".join(sample(corpus, 30))) < 40
+
+
+def test_the_sample_ends_where_the_held_out_end_of_a_single_text_begins(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_text("beat " * 1000)
+    corpus = Corpus(str(tmp_path / "x.txt"), valid_fraction=0.1)
+    assert sample(corpus, 10_000) == [part.text for part in parts(corpus)["train"]] == ["beat " * 899 + "beat"]
+
+
+def test_the_survey_reads_no_more_than_it_must(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "x.jsonl", [f"text {number}" for number in range(20_000)])
+    read: list[int] = []
+    corpus = Corpus(source, valid_fraction=0.1)
+    corpus.survey(sample_bytes=100, on_bytes=lambda _: None, on_text=read.append)
+    assert 10 < len(read) < 200
+    read.clear()
+    Corpus(source, valid_fraction=0.0).survey(sample_bytes=0, on_bytes=lambda _: None, on_text=read.append)
+    assert read == []
+
+
+def test_a_named_validation_source_is_held_out_whole_and_nothing_else(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "x.jsonl", [f"text {number}" for number in range(300)])
+    other = write_rows(tmp_path / "y.jsonl", ["held", "out"])
+    corpus = Corpus(source, valid_source=other, valid_fraction=0.5)
+    found = parts(corpus)
+    assert [part.text for part in found["valid"]] == ["held", "out"]
+    assert len(found["train"]) == 300
+    assert corpus.size_bytes() == sum(path.stat().st_size for path in tmp_path.iterdir())
+
+
+def test_a_source_with_its_own_validation_split_is_judged_by_it(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for split in ("train", "validation"):
+        table = pa.table({"text": [f"{split} {number}" for number in range(50)]})
+        pq.write_table(table, tmp_path / f"{split}-00000-of-00001.parquet")
+    found = parts(Corpus(str(tmp_path)))
+    assert [len(found["train"]), len(found["valid"])] == [50, 50]
+    assert all(part.text.startswith("validation") for part in found["valid"])
+
+
+def test_without_a_fraction_nothing_is_held_out(tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "x.jsonl", ["a", "b"])
+    corpus = Corpus(source, valid_fraction=0.0)
+    assert corpus.labels == ("train",)
+    assert len(parts(corpus)["train"]) == 2
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0])
+def test_a_fraction_that_is_none_is_refused(fraction: float) -> None:
+    with pytest.raises(ConfigError, match="valid_fraction"):
+        Corpus("builtin", valid_fraction=fraction)
+
+
+def test_a_document_that_is_too_long_becomes_several_that_end_with_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpus_module, "LONGEST_DOCUMENT_BYTES", 50)
+    text = "é line\n" * 20 + "x" * 120
+    found = parts(Corpus(write_rows(tmp_path / "x.jsonl", [text, "short"]), valid_fraction=0.0))["train"]
+    assert "".join(part.text for part in found) == text + "short"
+    assert [part.name.rpartition("#")[2] for part in found[:3]] == ["1", "2", "3"]
+    assert all(len(part.text.encode()) <= 60 for part in found)
+    assert found[0].text.endswith("line\n") and found[-1].text == "short"

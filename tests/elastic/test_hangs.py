@@ -1,0 +1,292 @@
+"""A rank that stands still, or leaves early, is the one that is named: with where it is and what the others wait in."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+
+from drumline.elastic.diagnosis import Cause, End, blame, first_cause, hang_cause, told_by_another
+from drumline.elastic.rendezvous import Meeting
+from drumline.elastic.supervisor import Supervisor
+from drumline.parallel.heartbeat import ATTEMPT, Beat, Hang, Pulse, Stacks, Watch, promise_an_ending
+
+TIMEOUT_S = 240
+NOW_S = 10_000.0
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+
+
+def shown(*frames: str) -> str:
+    """A stack as faulthandler shows it, from "file:line function" frames, innermost first, beside an idle thread."""
+    lines = []
+    for frame in (*frames, "/src/drumline/forked.py:140 _outcome", "<string>:1 <module>"):
+        place, function = frame.split(" ")
+        path, line = place.rsplit(":", 1)
+        lines.append(f'  File "{path}", line {line} in {function}\n')
+    idle = '  File "/usr/lib/python3.11/concurrent/futures/thread.py", line 81 in _worker\n'
+    return (
+        f"Thread 0x1 (most recent call first):\n{idle}\nCurrent thread 0x2 (most recent call first):\n{''.join(lines)}"
+    )
+
+
+LOOP = shown("/home/me/data.py:7 forever", "/src/drumline/loop.py:180 _micro_batches")
+IN_BACKWARD = shown(
+    f"{TORCH}/autograd/graph.py:979 _engine_run_backward",
+    f"{TORCH}/_tensor.py:623 backward",
+    "/src/drumline/step.py:97 __call__",
+    "/src/drumline/parallel.py:95 accumulate",
+)
+IN_LOSSES = shown(
+    f"{TORCH}/distributed/distributed_c10d.py:3220 all_reduce",
+    f"{TORCH}/distributed/c10d_logger.py:83 wrapper",
+    "/src/drumline/cluster.py:181 sum",
+    "/src/drumline/parallel.py:97 accumulate",
+)
+WAITS = [
+    (IN_BACKWARD, "exchange", "the sum of the gradients (all_reduce in backward, step.py:97)"),
+    (IN_BACKWARD, "compute", ""),  # its own part of backward
+    (IN_LOSSES, "exchange", "the sum of the losses (all_reduce, parallel.py:97)"),
+    (
+        shown(
+            f"{TORCH}/distributed/distributed_c10d.py:5 all_to_all_single", "/src/drumline/parallel.py:157 _exchange"
+        ),
+        "exchange",
+        "the sum of the gradients (all_to_all_single, parallel.py:157)",
+    ),
+    (
+        shown("/src/drumline/cluster.py:124 gather", "/src/drumline/guard.py:170 compare_replicas"),
+        "exchange",
+        "the comparison of the weights (word from the other ranks, guard.py:170)",
+    ),
+    (
+        shown("/src/drumline/cluster.py:124 gather", "/home/me/mine.py:9 agree"),
+        "starting",
+        "word from the other ranks (mine.py:9)",
+    ),
+    (
+        shown(
+            f"{TORCH}/nn/parallel/distributed.py:2100 _distributed_broadcast_coalesced",
+            f"{TORCH}/nn/parallel/distributed.py:1890 forward",
+            "/src/drumline/pretrain.py:58 token_objective",
+        ),
+        "compute",
+        "the handing out of rank 0's statistics (broadcast, pretrain.py:58)",
+    ),
+    (
+        shown(f"{TORCH}/cuda/streams.py:231 synchronize", "/src/drumline/step.py:139 read"),
+        "exchange",
+        "the sums of gradients and losses on its device (synchronize, step.py:139)",
+    ),
+    (
+        shown(f"{TORCH}/distributed/distributed_c10d.py:5 barrier", "/home/me/mine.py:9 meet"),
+        "data",
+        "barrier (mine.py:9)",
+    ),
+    (LOOP, "data", ""),
+]
+
+
+@pytest.mark.parametrize(("stack", "phase", "awaited"), WAITS)
+def test_what_a_rank_waits_in_is_said_in_words(stack: str, phase: str, awaited: str) -> None:
+    ends = [End(0, 10, None, 12, phase=phase), End(1, 11, None, 12, phase="data")]
+    hang = Hang(1, "data", 12, 2.0, frozen=False)
+    (other,) = hang_cause(hang, ends, stopped=False, stacks={0: stack, 1: LOOP}).others
+    if awaited:
+        assert other == f"rank 0 (process 10) waits in {awaited} at step 12"
+    else:
+        assert other.startswith("rank 0 (process 10) still ran at step 12, in ")
+
+
+def test_of_ranks_that_came_equally_far_the_one_that_does_not_wait_is_named() -> None:
+    ends = [End(rank, 10 + rank, None, 12, phase="exchange") for rank in range(3)]
+    hang, busy = Hang(0, "exchange", 12, 9.0, frozen=False), shown("/home/me/optim.py:3 step")
+    found = blame(hang, ends, {0: IN_BACKWARD, 1: busy, 2: IN_LOSSES})
+    assert found is not None and found.rank == 1
+    assert blame(hang, ends, dict.fromkeys(range(3), IN_LOSSES)) is None
+    cause = hang_cause(hang, ends, stopped=False, stacks=dict.fromkeys(range(3), IN_LOSSES), all_wait=True)
+    assert "was waiting, as all ranks here, for 9 s in exchange at step 12, in the sum of the losses" in cause.line
+
+
+def test_the_report_has_the_rank_its_place_and_every_stack_without_idle_threads() -> None:
+    ends = [End(0, 10, None, 12, phase="exchange"), End(1, 11, None, 12, phase="data")]
+    hang = Hang(1, "data", 12, 61.0, frozen=False)
+    cause = hang_cause(hang, ends, stopped=False, stacks={0: IN_BACKWARD, 1: LOOP})
+    assert cause.line.startswith("rank 1 on ") and cause.line.endswith(
+        "(process 11) was without progress for 61 s in data at step 12, in forever (data.py:7)"
+    )
+    assert cause.details[0].startswith("rank 0 (process 10) waits in the sum of the gradients")
+    report = "\n".join(cause.details)
+    assert "rank 0:\n" in report and "rank 1:\n" in report and " in forever" in report
+    assert "_worker" not in report and "forked.py" not in report
+
+
+def test_a_rank_that_exits_early_is_the_cause_and_not_those_that_lost_it() -> None:
+    lost = {"exception": "Connection closed by peer", "traceback": "", "time": 5.0, "host": "here"}
+    ends = [End(0, 10, 70, 12, lost, "exchange"), End(1, 11, 0, 12, None, "data")]
+    cause = first_cause(ends)
+    assert cause.line.endswith("(process 11) ended with exit code 0 at step 12 before the run's end")
+    assert cause.others == ("rank 0 (process 10) lost its connection at step 12",)
+    assert not End(1, 11, 0, 12, None, "ending").is_early
+    assert not End(1, 11, 0, None, None, "starting").is_early  # a function that does not train may end when it likes
+    assert End(1, 11, 0, None, None, "starting", to_end=True).is_early
+
+
+def test_a_host_whose_ranks_lost_their_peer_adds_what_they_waited_in() -> None:
+    hang = Hang(1, "data", 12, 2.0, frozen=False)
+    told = hang_cause(hang, [End(1, 11, None, 12, phase="data")], stopped=False, stacks={1: LOOP}).as_dict()
+    trace = (
+        "Traceback (most recent call last):\n"
+        '  File "/src/drumline/step.py", line 97, in __call__\n    scaled.backward()\n'
+        f'  File "{TORCH}/autograd/graph.py", line 979, in _engine_run_backward\n    return run_backward(\n'
+        "RuntimeError: Connection closed by peer"
+    )
+    lost = {"exception": "RuntimeError: Connection closed by peer", "traceback": trace, "time": 5.0, "host": "here"}
+    cause = told_by_another({**told, "others": list(told["others"])}, [End(0, 10, 70, 12, lost, "exchange")])
+    assert cause.rank == 1 and " in forever" in cause.trace and trace in cause.trace
+    assert cause.others[-1].endswith(
+        "rank 0 (process 10) lost its connection at step 12, "
+        "waiting in the sum of the gradients (all_reduce in backward, step.py:97)"
+    )
+
+
+def limit_after(step_s: float, phase: str) -> float:
+    """The limit once five steps of that length are done, while a rank is in a phase."""
+    watch, start_s = Watch(None), time.monotonic()
+    for step in range(6):
+        now_s = start_s + step_s * step
+        watch.look({0: Beat("compute", step, now_s, now_s)}, now_s)
+    return watch.limit_s({0: Beat(phase, 6, 0.0, 0.0)})
+
+
+@pytest.mark.parametrize(
+    ("step_s", "phase", "limit_s"),
+    [
+        (0.5, "compute", 60.0),
+        (3.0, "data", 60.0),
+        (10.0, "exchange", 200.0),
+        (10.0, "evaluate", 2000.0),
+        (0.5, "save", 600.0),
+    ],
+)
+def test_the_limit_follows_the_median_step_and_evaluating_and_saving_may_take_longer(
+    step_s: float, phase: str, limit_s: float
+) -> None:
+    assert limit_after(step_s, phase) == pytest.approx(limit_s)
+
+
+def test_a_slow_step_now_and_then_does_not_move_the_limit_and_compiling_has_none() -> None:
+    watch, now_s = Watch(None), time.monotonic()
+    for step, took_s in enumerate([5.0, 5.0, 500.0, 5.0, 5.0, 5.0]):
+        now_s += took_s
+        watch.look({0: Beat("compute", step, now_s, now_s)}, now_s)
+    assert watch.limit_s({}) == pytest.approx(100.0)
+    for phase in ("starting", "compiling", "ending"):
+        watch = Watch(None)
+        watch._awake_s, watch._looked_s = 0.0, NOW_S
+        assert watch.look({0: Beat(phase, 6, NOW_S - 9000, NOW_S)}, NOW_S) is None
+
+
+def test_ranks_that_wait_for_one_in_the_same_phase_that_gets_on_do_not_hang() -> None:
+    watch = Watch(5.0)
+    watch._awake_s, watch._looked_s = 0.0, NOW_S
+    beats = {0: Beat("evaluate", 6, NOW_S - 9, NOW_S), 1: Beat("evaluate", 6, NOW_S - 1, NOW_S)}
+    assert watch.look(beats, NOW_S) is None
+    watch._looked_s = NOW_S + 60
+    beats = {rank: Beat("evaluate", 6, beat.progressed_s, NOW_S + 60) for rank, beat in beats.items()}
+    assert watch.look(beats, NOW_S + 60) is not None
+
+
+class FakeRanks:
+    """Ranks whose stacks and exit codes are given."""
+
+    def __init__(self, folder: Path, codes: dict[int, int | None], stacks: dict[int, str]) -> None:
+        self._folder, self._codes, self._stacks = folder, codes, stacks
+        self.killed = False
+
+    def codes(self) -> dict[int, int | None]:
+        return self._codes
+
+    def pid(self, rank: int) -> int:
+        return os.getpid()
+
+    def send(self, signum: signal.Signals) -> None:
+        for rank, stack in self._stacks.items():
+            with (self._folder / f"stack-{rank}").open("a") as file:
+                file.write(stack)
+
+    def kill(self) -> None:
+        self.killed = True
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Callable[..., tuple[Supervisor, FakeRanks]]]:
+    made: list[Supervisor] = []
+
+    def make(phases: dict[int, str], codes: dict[int, int | None], stacks: dict[int, str]) -> Any:
+        spec = WorkerSpec("rank", len(codes), Meeting(), entrypoint=print, args=(), max_restarts=0)
+        made.append(Supervisor(spec, Meeting(), max_restarts=0, limit_s=5.0))
+        ranks: Any = FakeRanks(tmp_path, codes, stacks)
+        made[-1]._folder, made[-1]._ranks = tmp_path, ranks
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(ATTEMPT, str(tmp_path))
+            for rank, phase in phases.items():
+                patch.setenv("RANK", str(rank))
+                pulse = Pulse.start()
+                pulse._ended.set()
+                pulse.at(phase, 12)
+        return made[-1], ranks
+
+    yield make
+    for each in made:
+        shutil.rmtree(each._scratch, ignore_errors=True)
+
+
+def test_a_host_whose_ranks_all_wait_leaves_it_to_another_to_name_the_rank_for_a_while(
+    supervisor: Callable[..., tuple[Supervisor, FakeRanks]],
+) -> None:
+    waiting, ranks = supervisor({0: "exchange", 1: "exchange"}, {0: None, 1: None}, {0: IN_BACKWARD, 1: IN_BACKWARD})
+    group: Any = waiting._worker_group
+    group.group_world_size = 2
+    waiting._hang = Hang(0, "exchange", 12, 9.0, frozen=False)
+    assert waiting._name_the_hang() is None and not ranks.killed
+    while (cause := waiting._name_the_hang()) is None:
+        assert not ranks.killed
+    assert ranks.killed and "waiting, as all ranks here" in cause.line
+
+    alone, ranks = supervisor({0: "exchange", 1: "exchange"}, {0: None, 1: None}, {0: IN_BACKWARD, 1: LOOP})
+    alone._hang = Hang(0, "exchange", 12, 9.0, frozen=False)
+    cause = alone._name_the_hang()
+    assert isinstance(cause, Cause) and cause.rank == 1 and ranks.killed
+
+
+def test_a_host_whose_only_rank_exits_early_has_not_succeeded(
+    supervisor: Callable[..., tuple[Supervisor, FakeRanks]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, _ = supervisor({1: "data"}, {1: 0}, {})
+    assert early._monitor_workers(early._worker_group).state == WorkerState.FAILED
+    cause = early._settle()
+    assert isinstance(cause, Cause) and cause.line.endswith("ended with exit code 0 at step 12 before the run's end")
+    done, _ = supervisor({1: "ending"}, {1: 0}, {})
+    assert done._monitor_workers(done._worker_group).state == WorkerState.SUCCEEDED
+    monkeypatch.setenv(ATTEMPT, str(tmp_path))
+    starting, _ = supervisor({1: "starting"}, {1: 0}, {})
+    assert starting._monitor_workers(starting._worker_group).state == WorkerState.SUCCEEDED
+    promise_an_ending()
+    assert starting._monitor_workers(starting._worker_group).state == WorkerState.FAILED
+
+
+def test_only_what_is_shown_after_it_was_asked_for_is_read(tmp_path: Path) -> None:
+    (tmp_path / "stack-0").write_text(LOOP)
+    stacks = Stacks(tmp_path, [0, 1])
+    assert stacks.read() == {0: "", 1: ""}
+    with (tmp_path / "stack-0").open("a") as file:
+        file.write(IN_BACKWARD)
+    stacks.wait(but=1)
+    assert stacks.read() == {0: IN_BACKWARD, 1: ""}
