@@ -3,7 +3,7 @@
 A room's `__init__` lists its public names as imports under `if TYPE_CHECKING:`, which type checkers and readers see:
 
     if TYPE_CHECKING:
-        from drumline.checkpoint import Saver as Saver
+        from drumline.checkpoint import Saver
 
     __getattr__, __dir__, __all__ = public(__name__, __file__)
 

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.cli.app import main as main
-    from drumline.cli.app import run_command as run_command
+    from drumline.cli.app import main, run_command
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -5,13 +5,10 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.elastic.diagnosis import is_to_tell as is_to_tell
-    from drumline.elastic.launch import launch_training as launch_training
-    from drumline.elastic.launch import ranks_to_start as ranks_to_start
-    from drumline.elastic.launch import start_ranks as start_ranks
-    from drumline.elastic.launch import train_here as train_here
-    from drumline.elastic.leader import is_here as is_here
-    from drumline.elastic.rank_process import start_server as start_server
-    from drumline.elastic.supervisor import newest_attempt as newest_attempt
+    from drumline.elastic.diagnosis import is_to_tell
+    from drumline.elastic.launch import launch_training, ranks_to_start, start_ranks, train_here
+    from drumline.elastic.leader import is_here
+    from drumline.elastic.rank_process import start_server
+    from drumline.elastic.supervisor import newest_attempt
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

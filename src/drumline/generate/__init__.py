@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.generate.inference import evaluate_run as evaluate_run
-    from drumline.generate.inference import sample_run as sample_run
-    from drumline.generate.sample import SampleConfig as SampleConfig
-    from drumline.generate.sample import generate as generate
+    from drumline.generate.inference import evaluate_run, sample_run
+    from drumline.generate.sample import SampleConfig, generate
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)
