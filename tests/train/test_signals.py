@@ -26,7 +26,7 @@ import os, signal, time
 import drumline.train.pretraining, drumline.checkpoint.saver
 from drumline.model.gpt import GPT
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 HOLD = os.environ.get("HOLD")
 held = False
 
@@ -156,6 +156,7 @@ def saved_step() -> int:
         ("preparing text", signal.SIGTERM, 0),
         ("preparing text", signal.SIGUSR1, 0),
         ("preparing text", signal.SIGINT, 0),
+        ("preparing text", signal.SIGHUP, 0),
         ("preparing text", signal.SIGUSR1, 2),
     ],
 )
@@ -174,6 +175,7 @@ def test_before_training_has_begun_there_is_nothing_to_save(
     [
         ("first step", signal.SIGTERM, 0, 2),
         ("evaluating", signal.SIGINT, 0, 4),
+        ("first step", signal.SIGHUP, 0, 2),
         ("saving", signal.SIGUSR1, 0, None),
         ("first step", signal.SIGINT, 2, 2),
         ("evaluating", signal.SIGUSR1, 2, 4),

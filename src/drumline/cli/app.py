@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -40,11 +39,11 @@ from drumline.config import (
 )
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, DrumlineError
 from drumline.launch import flag
+from drumline.signals import end_at_once, raise_interrupts
 
 _DEFAULTS = TrainConfig()
 _PROCESS = SimpleNamespace(is_ours=False)
 """Whether this process is the `drumline` command and nothing else, so that it can be forked and ended at any time."""
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 app = App(
     name="drumline",
@@ -160,9 +159,7 @@ def train(
     check_first(settings, ranks=nproc)
     if nproc:
         return launch_training(settings, nproc=nproc)
-    for signum in _STOP_SIGNALS:
-        if signal.getsignal(signum) is _leave:
-            signal.signal(signum, signal.default_int_handler)  # from here on there are files to tidy up
+    raise_interrupts()
     return train_here(settings)
 
 
@@ -306,8 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if words[:1] == ["train"] and not {"RANK", "SLURM_PROCID"} & set(os.environ):
         # Until the loop or the supervisor takes over there is nothing to save: a run that is told to stop just ends.
         # A rank dies of these signals instead: while it waits for others it would not come to see them.
-        for signum in _STOP_SIGNALS:
-            signal.signal(signum, _leave)
+        end_at_once()
     code = run_command(words)
     uses_gloo = os.environ.get("WORLD_SIZE", "1") != "1" or words[:1] == ["doctor"]
     if "torch" not in sys.modules or not (_PROCESS.is_ours or uses_gloo):
@@ -331,12 +327,6 @@ def _open_what_is_closed() -> None:
                 continue
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
             setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
-
-
-def _leave(signum: int, frame: Any) -> None:
-    """End at once: an exception raised amid the imports of others may be caught there, and lost."""
-    os.write(sys.stderr.fileno(), b"error: interrupted\n  fix: start the same command again\n")
-    os._exit(EXIT_INTERRUPTED)
 
 
 def run_command(argv: list[str]) -> int:

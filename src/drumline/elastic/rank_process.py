@@ -21,6 +21,7 @@ from drumline.elastic.diagnosis import is_to_tell, record_cause
 from drumline.errors import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError
 from drumline.parallel import Pulse, die_with_parent
 from drumline.report import flush_console, tell
+from drumline.signals import blocked, start_afresh
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _spawn = util.spawnv_passfds
@@ -35,8 +36,6 @@ _PRELOAD = [
 ]
 """What a rank needs, so that it starts without importing anything. None of it may touch a GPU: a process that is forked
 from one that did cannot use it."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""What asks a launcher to stop."""
 
 
 class Ranks:
@@ -87,7 +86,7 @@ def start_server(nproc: int, *, early: bool = False) -> None:
     _keep_paths_short()
     resource_tracker.ensure_running()  # started with the server it would let the signals through again
     # What is blocked now stays so in the server: Ctrl-C is the launcher's business.
-    with _forking() if early else contextlib.nullcontext(), _blocked(STOP_SIGNALS):
+    with _forking() if early else contextlib.nullcontext(), blocked():
         forkserver.ensure_running()
 
 
@@ -140,15 +139,6 @@ def end_server() -> None:
             os.kill(pid, signal.SIGKILL)  # multiprocessing waits for it when it starts the next one
 
 
-@contextlib.contextmanager
-def _blocked(signums: tuple[signal.Signals, ...]) -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signums)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _rank(environ: dict[str, str], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     """All that a rank's process does. Never returns."""
     die_with_parent()
@@ -156,9 +146,7 @@ def _rank(environ: dict[str, str], work: Callable[..., Any], args: tuple[Any, ..
     if os.getppid() == 1 or launcher is None or not psutil.pid_exists(launcher.pid or 0):
         os._exit(EXIT_INTERRUPTED)  # the server or the launcher ended before it could take us along
     os.setsid()  # a terminal's Ctrl-C is for the launcher alone, which asks us to stop once
-    for signum in STOP_SIGNALS:
-        signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    start_afresh()
     os.environ.clear()
     os.environ.update(environ)
     import torch  # the server has it; the launcher starts the server before it loads torch itself

@@ -30,11 +30,12 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from drumline.elastic.diagnosis import Cause, End, blame, first_cause, hang_cause, read_end, told_by_another
-from drumline.elastic.rank_process import STOP_SIGNALS, Ranks, end_server, start_server
+from drumline.elastic.rank_process import Ranks, end_server, start_server
 from drumline.elastic.rendezvous import Meeting
 from drumline.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError, RunLostError
 from drumline.files import RunFolder
 from drumline.parallel import ATTEMPT, Beat, Hang, Stacks, Watch, attempt_name, read_pulse, read_run_dir
+from drumline.signals import SHOW_STACKS, counting
 
 _POLL_S = 0.05
 _SCRATCH = (Path("/dev/shm"), Path(tempfile.gettempdir()))
@@ -70,16 +71,19 @@ class Supervisor(SimpleElasticAgent):
         self._ranks = Ranks()
         self._watch = Watch(limit_s)
         self._hang: Hang | None = None
-        self._stops = self._attempts = self._restarts = self._excused = 0
-        self._may_raise = True
+        self._stops: list[int] = []
+        self._attempts = self._restarts = self._excused = 0
+        self._may_raise = False
         self._asked_s: float | None = None
         self._reached = -1
         self._barren: list[Cause] = []
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Until the run is over; `return_values[0]` is its exit code. RunLostError when it cannot go on."""
-        with self._counting_signals():
+        with counting(then=self._interrupt) as self._stops:
             try:
+                self._may_raise = True
+                self._check_stops()
                 return self._invoke_run(role)
             except _InterruptedError:
                 end_server()  # it may still be importing, with a rank on order
@@ -99,7 +103,7 @@ class Supervisor(SimpleElasticAgent):
             self._may_raise = False
             ended = self._until_the_attempt_ends(group)
             if isinstance(ended, int):
-                self._meeting.leave(finished=ended == 0, hurry=lambda: self._stops > 0)
+                self._meeting.leave(finished=ended == 0, hurry=lambda: bool(self._stops))
                 return _result(ended)
             cause = self._first_of_all_hosts(ended)
             if cause is not None:
@@ -181,7 +185,7 @@ class Supervisor(SimpleElasticAgent):
                 cause = self._name_the_hang()
                 if cause is not None:
                     return self._interrupted_by(cause) if self._stops else cause
-            if self._stops > 1 or (self._asked_s and time.monotonic() - self._asked_s > _SAVE_S):
+            if len(self._stops) > 1 or (self._asked_s and time.monotonic() - self._asked_s > _SAVE_S):
                 self._stop_workers(group)
                 return EXIT_INTERRUPTED
             change = self._meeting.change()
@@ -201,7 +205,7 @@ class Supervisor(SimpleElasticAgent):
     def _settle(self) -> int | Cause | None:
         """A rank has ended: let the others say why, or save, for as long as that makes sense; then end them all."""
         since = time.monotonic()
-        while time.monotonic() - since < self._patience_s() and self._stops < 2:
+        while time.monotonic() - since < self._patience_s() and len(self._stops) < 2:
             if None not in self._ranks.codes().values():
                 break
             time.sleep(_POLL_S)
@@ -237,7 +241,7 @@ class Supervisor(SimpleElasticAgent):
         stopped = _process_state(pid) == psutil.STATUS_STOPPED
         ends = self._ends(codes)
         shown = Stacks(self._folder, [rank for rank, code in codes.items() if code is None])
-        self._ranks.send(signal.SIGUSR2)
+        self._ranks.send(SHOW_STACKS)
         shown.wait(but=self._hang.rank if stopped else None)
         if stopped:  # it shows its stack as soon as it goes on, and is ended right after
             os.kill(pid, signal.SIGCONT)
@@ -319,22 +323,11 @@ class Supervisor(SimpleElasticAgent):
                 first_cause=cause.as_dict(),
             )
 
-    @contextlib.contextmanager
-    def _counting_signals(self) -> Iterator[None]:
-        """Signals to stop are counted; while ranks are only being started, the first one ends it all."""
-
-        def count(signum: int, frame: Any) -> None:
-            self._stops += 1
-            if self._may_raise:
-                self._may_raise = False
-                raise _InterruptedError
-
-        before = {signum: signal.signal(signum, count) for signum in STOP_SIGNALS}
-        try:
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
+    def _interrupt(self) -> None:
+        """While ranks are only being started, the first signal to stop ends it all."""
+        if self._may_raise:
+            self._may_raise = False
+            raise _InterruptedError
 
     def _check_stops(self) -> None:
         if self._stops:

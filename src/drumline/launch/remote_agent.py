@@ -28,6 +28,7 @@ import psutil
 import drumline
 from drumline.errors import EXIT_INTERRUPTED, EXIT_USER
 from drumline.parallel import die_with_parent
+from drumline.signals import counting
 
 MARK = "\x1edrumline "
 """Begins a line that is for the launcher."""
@@ -50,10 +51,15 @@ def main() -> int:
     if "argv" not in order:
         return 0
     _adopt_orphans()
-    asked: list[int] = []
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, lambda signum, frame: asked.append(signum))
-    answer({"started": True})
+    with counting() as asked:
+        answer({"started": True})
+        code = _run(order, rest, asked)
+        answer({"code": code})
+    return code
+
+
+def _run(order: dict[str, Any], rest: bytes, asked: list[int]) -> int:
+    """Start the command and see it to its end."""
     try:
         process = subprocess.Popen(
             order["argv"],
@@ -68,11 +74,8 @@ def main() -> int:
             f"error: cannot start {order['argv'][0]} in {order['cwd']}: {error.strerror}\n"
             "  fix: give a --python and a --workdir that are there on every host\n"
         )
-        code = EXIT_USER
-    else:
-        code = watch(process, asked, rest, silent_s=order["silent_s"])
-    answer({"code": code})
-    return code
+        return EXIT_USER
+    return watch(process, asked, rest, silent_s=order["silent_s"])
 
 
 def facts(cwd: str, meeting_host: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import selectors
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import IO, Any, Literal
 
 from drumline.launch.hosts_file import RemoteHost
 from drumline.launch.remote_agent import MARK
+from drumline.signals import counting
 
 Stream = Literal["stdout", "stderr"]
 
@@ -29,7 +29,6 @@ _LONGEST_BYTES = 65536
 """What is longer is a line, whether it has ended or not."""
 # A progress bar goes back to where its line began and writes it anew: each of them is a line.
 _LINE_ENDS = re.compile(rb"\r*\n(?:\r+(?=[^\r\n]))?|\r+(?=[^\r\n])")
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def follow(sessions: Sequence[Session], show: Show, *, together: bool, limit_s: 
     """
     began_s = beaten_s = time.monotonic()
     asked = killed_s = failed_s = None
-    with _counting_signals() as stops, _reading(sessions) as selector:
+    with counting() as stops, _reading(sessions) as selector:
         while running := [session for session in sessions if session.ended_s is None]:
             _read(selector, show)
             now_s = time.monotonic()
@@ -193,17 +192,6 @@ def _send(sessions: Sequence[Session], word: str) -> bool:
     for session in sessions:
         session.send(word)
     return True
-
-
-@contextlib.contextmanager
-def _counting_signals() -> Iterator[list[int]]:
-    stops: list[int] = []
-    before = {signum: signal.signal(signum, lambda signum, frame: stops.append(signum)) for signum in _STOP_SIGNALS}
-    try:
-        yield stops
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def _say(text: str) -> None:

@@ -8,7 +8,6 @@ time.monotonic(), which the processes of one host share. A process that nobody s
 from __future__ import annotations
 
 import ctypes
-import faulthandler
 import mmap
 import os
 import signal
@@ -21,6 +20,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from drumline.signals import show_stacks
 
 ATTEMPT = "DRUMLINE_ATTEMPT"
 """The variable that holds the folder of the present attempt to run all ranks."""
@@ -52,7 +53,7 @@ class Pulse:
         if folder is None or rank is None or not Path(folder).is_dir():
             return cls(None)
         stacks = (Path(folder) / f"stack-{rank}").open("w", encoding="utf-8")
-        faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+        show_stacks(stacks)
         descriptor = os.open(Path(folder) / f"pulse-{rank}", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fresh = os.fstat(descriptor).st_size < _SIZE

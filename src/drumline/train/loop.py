@@ -23,10 +23,10 @@ from drumline.checkpoint import Retention, RunState, Saver, Snapshots, resume, v
 from drumline.data import Batches, mix
 from drumline.errors import DrumlineError, TrainingError
 from drumline.files import LineFile, RunFolder
-from drumline.parallel import Pace, Pulse, Strategy, World, peak_flops, peak_memory_bytes, versions
+from drumline.parallel import Pace, Pulse, Strategy, World, is_supervised, peak_flops, peak_memory_bytes, versions
 from drumline.report import JsonlSink, Record, Records, Speed, forget_after
+from drumline.signals import stopping
 from drumline.train.guard import Guard, GuardRules, ReplicaDriftError, Verdict
-from drumline.train.signals import stop_signals
 from drumline.train.step import Gradient, Objective, Precision, StepResult, compute_gradient, update
 
 
@@ -105,7 +105,7 @@ class Loop:
         """Train until `total_steps`; intervals are in steps, and a fractional one is due at the first step past it."""
         last, self._save_every = total_steps, save_every
         self._last = last
-        with self._reporting() as records, stop_signals() as stop, self._saving(records) as saver:
+        with self._reporting() as records, stopping(supervised=is_supervised()) as stop, self._saving(records) as saver:
             step = self._resume(saver, records)
             result, speed = None, Speed(step)
             while step < last and not (result and result.stop):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import signal
-import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -66,10 +64,10 @@ from drumline.parallel import (
     versions,
 )
 from drumline.report import JsonlSink, Record, Records, Sink, open_trackers, plot_loss
+from drumline.signals import raising
 from drumline.train.evaluation import evaluate
 from drumline.train.guard import GuardRules
 from drumline.train.loop import FitResult, Loop
-from drumline.train.signals import STOP_SIGNALS
 from drumline.train.step import Precision
 from drumline.units import count
 
@@ -367,19 +365,13 @@ def _lr_formula(optim: OptimConfig, sequences: int, *, muon_lr: float) -> str:
 
 def _concluded(config: TrainConfig, data: Data, loop: Loop, records: Records, result: FitResult) -> FitResult:
     """How the run ended, with all that is shown at its end, unless a signal cuts that short."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS if in_main_thread}
-    for signum in before:
-        signal.signal(signum, signal.default_int_handler)
     try:
-        _conclude(config, data, loop, records, result)
+        with raising():
+            _conclude(config, data, loop, records, result)
     except KeyboardInterrupt:
         again = f"drumline train --run_dir {loop.folder.path}"
         records.say(f"stopped after the last step, everything is saved; to see how it ended:\n  {again}")
         return replace(result, state="stopped")
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
     return result
 
 
