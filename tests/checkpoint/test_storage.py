@@ -60,9 +60,27 @@ def test_a_write_that_fails_raises_what_the_disk_said(tmp_path: Path) -> None:
         write_tensors({"a": torch.ones(1)}, tmp_path / "none", part=0, parts=1, reached=silent)
 
 
-def test_anything_but_tensors_is_refused_where_torch_would_pickle_it(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="not a whole tensor"):
-        write_tensors({"a": object()}, tmp_path, part=0, parts=1, reached=silent)  # type: ignore[dict-item]
+def test_a_tensor_that_is_not_there_or_of_another_shape_is_an_error_for_people(tmp_path: Path) -> None:
+    write_tensors({"a": torch.ones(3)}, tmp_path, part=0, parts=1, reached=silent)
+    for wanted, what in (
+        ({"b": torch.ones(3)}, "b is missing"),
+        ({"a": torch.ones(2, 3)}, r"shape \(3,\), not \(2, 3\)"),
+    ):
+        with pytest.raises(CheckpointError, match=what):
+            read_tensors(wanted, tmp_path)
+
+
+def test_a_file_is_the_header_and_the_tensors_bytes_wide_types_first(tmp_path: Path) -> None:
+    write_tensors(
+        {"b": torch.ones(2), "a": torch.zeros(1, dtype=torch.int64)}, tmp_path, part=0, parts=1, reached=silent
+    )
+    content = (tmp_path / "model-00001-of-00001.safetensors").read_bytes()
+    header = (
+        b'{"__metadata__":{"format":"pt"},"a":{"dtype":"I64","shape":[1],"data_offsets":[0,8]},'
+        b'"b":{"dtype":"F32","shape":[2],"data_offsets":[8,16]}}'
+    )
+    header += b" " * (-len(header) % 8)
+    assert content == len(header).to_bytes(8, "little") + header + bytes(8) + bytes.fromhex("0000803f") * 2
 
 
 def test_files_that_are_no_safetensors_are_an_error_for_people(tmp_path: Path) -> None:
