@@ -1,16 +1,25 @@
 """Settings: presets fill what is open, TOML gives back what was written, mistakes get a fix."""
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drumline.config.model import GPTConfig, GPTOptions, ModelSettings
 from drumline.config.presets import PRESETS, gpt_config, with_preset
-from drumline.config.settings import DataConfig, GPTConfig, ModelSettings, OptimConfig, RunConfig, TrainConfig
+from drumline.config.resolve import refuse_changes, resolved, with_stored_batch
+from drumline.config.settings import (
+    BatchConfig,
+    DataConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+    names_with,
+)
 from drumline.config.toml_file import (
-    FREE_TO_CHANGE,
     UnknownKeyError,
     differences,
     from_settings,
@@ -19,12 +28,12 @@ from drumline.config.toml_file import (
     to_toml,
 )
 from drumline.errors import ConfigError
+from drumline.parallel.agreement import settings as agreed_settings
 
 
 def test_no_two_sections_share_a_settings_name() -> None:
     names = [name for section in sections().values() for name in section]
     assert len(names) == len(set(names))
-    assert set(names) >= FREE_TO_CHANGE
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -129,3 +138,82 @@ def test_an_impossible_shape_is_refused_with_a_fix(shape: dict[str, object]) -> 
     with pytest.raises(ConfigError) as raised:
         GPTConfig(**shape)  # type: ignore[arg-type]
     assert "--" in raised.value.fix
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaterRunConfig(RunConfig):
+    """RunConfig with a setting that says nothing about itself."""
+
+    later: int = 0
+
+
+def test_a_setting_declared_without_facts_is_refused_on_resume_and_compared_between_ranks() -> None:
+    old, new = (TrainConfig(run=LaterRunConfig(later=value)) for value in (0, 1))
+    assert differences(old, new) == {"later": (0, 1)}
+    assert agreed_settings(new)["later"] == 1
+
+
+def test_a_setting_that_may_change_or_differ_by_host_is_declared_so() -> None:
+    old = TrainConfig()
+    new = TrainConfig(run=RunConfig(run_dir="other", save_every=3, device="cpu"), optim=OptimConfig(lr=1.0))
+    assert differences(old, new) == {"lr": (None, 1.0)}
+    compared = agreed_settings(new)
+    assert "run_dir" not in compared and "device" not in compared and compared["save_every"] == 3
+    assert "seed" not in names_with("may_change") | names_with("per_host")
+
+
+def test_a_model_option_is_a_setting_with_its_type_open_until_the_preset_fills_it() -> None:
+    hints, open_hints = get_type_hints(GPTOptions), get_type_hints(ModelSettings)
+    for option in fields(GPTOptions):
+        assert getattr(ModelSettings(), option.name) is None
+        assert open_hints[option.name] == hints[option.name] | None
+    assert list(open_hints).index("preset") >= 0 and fields(ModelSettings)[0].name == "preset"
+
+
+@pytest.mark.parametrize("lengths", [{"total_steps": 3, "minutes": 1.0}, {"epochs": 1.0, "minutes": 1.0}])
+def test_the_length_of_a_run_is_given_once(lengths: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="both set the length of the run"):
+        BatchConfig(**lengths)  # type: ignore[arg-type]
+
+
+def test_minutes_take_the_place_of_the_presets_length() -> None:
+    batch = with_preset(TrainConfig(batch=BatchConfig(minutes=2.5))).batch
+    assert (batch.total_steps, batch.epochs, batch.minutes) == (None, None, 2.5)
+    with pytest.raises(ConfigError, match="minutes is 0"):
+        BatchConfig(minutes=0)
+
+
+def test_an_optimizer_is_a_built_in_one_or_a_plugin() -> None:
+    assert OptimConfig(optimizer="my_optim:lion").optimizer == "my_optim:lion"
+    with pytest.raises(ConfigError, match="there is no optimizer 'adam'") as raised:
+        OptimConfig(optimizer="adam")
+    assert raised.value.fix == "did you mean adamw?"
+    with pytest.raises(ConfigError) as raised:
+        OptimConfig(optimizer="sophia")
+    assert "adamw, muon, or package.module:name" in raised.value.fix
+
+
+def test_a_resumed_run_keeps_the_sequences_per_step_on_any_number_of_ranks() -> None:
+    stored = BatchConfig(batch_size=4, global_batch_size=16)
+    kept = with_stored_batch(BatchConfig(gradient_accumulation_steps=3), stored)
+    assert kept == BatchConfig(batch_size=4, global_batch_size=16)
+    assert with_stored_batch(BatchConfig(batch_size=2), stored) == BatchConfig(batch_size=2, global_batch_size=16)
+    other = BatchConfig(global_batch_size=32)
+    assert with_stored_batch(other, stored) == other
+
+
+def test_changes_are_refused_by_name_unless_they_are_allowed() -> None:
+    stored = resolved(TrainConfig())
+    changed = replace(stored, run=replace(stored.run, seed=3, save_every=9))
+    with pytest.raises(ConfigError, match=r"runs/a was started with other settings: seed 0 -> 3\n") as raised:
+        refuse_changes(changed, stored, run_dir=Path("runs/a"))
+    assert "--allow_change seed" in raised.value.fix
+    refuse_changes(replace(changed, run=replace(changed.run, allow_change=("seed",))), stored, run_dir=Path("runs/a"))
+
+
+def test_resolving_refuses_what_cannot_work() -> None:
+    with pytest.raises(ConfigError, match="context of 130 tokens cannot be split"):
+        resolved(TrainConfig(model=ModelSettings(context=130), batch=BatchConfig(short_contexts=0.5)))
+    with pytest.raises(ConfigError, match="--allow_change learning_rate") as raised:
+        resolved(TrainConfig(run=RunConfig(allow_change=("learning_rate",))))
+    assert "use the name of a flag" in raised.value.fix

@@ -5,16 +5,20 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
+    from drumline.config.facts import ANY, did_you_mean
+    from drumline.config.model import GPTConfig, ModelSettings
     from drumline.config.presets import PRESETS, RECIPES, filled, gpt_config, preset, with_preset
+    from drumline.config.resolve import check_allowed, refuse_changes, resolved, with_stored_batch
     from drumline.config.settings import (
+        LENGTHS,
         MEETING_PORT,
+        OPTIMIZERS,
+        SHORT_PARTS,
         Backend,
         BatchConfig,
         DataConfig,
         Device,
         Dtype,
-        GPTConfig,
-        ModelSettings,
         OnError,
         OnNonfinite,
         OptimConfig,
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
         RecordConfig,
         RunConfig,
         TrainConfig,
+        names_with,
     )
     from drumline.config.toml_file import differences, from_settings, read_settings, sections, to_toml
 

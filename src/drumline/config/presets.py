@@ -5,11 +5,12 @@ A preset is a shape, the block's parts (its family) and a recipe. A recipe is ho
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from drumline.config.settings import BatchConfig, GPTConfig, ModelSettings, OptimConfig, Recipe, TrainConfig
+from drumline.config.facts import did_you_mean
+from drumline.config.model import GPTConfig, GPTOptions, ModelSettings, Recipe
+from drumline.config.settings import LENGTHS, BatchConfig, OptimConfig, TrainConfig
 from drumline.errors import ConfigError
 
 CLASSIC: dict[str, Any] = {}
@@ -122,9 +123,8 @@ PRESETS: dict[str, Preset] = {
 
 def preset(name: str) -> Preset:
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean --preset {near[0]}? " if near else ""
-        raise ConfigError(f"there is no preset {name!r}", fix=f"{hint}choose one of: {', '.join(PRESETS)}")
+        hint = did_you_mean(name, PRESETS, flag="--preset ", otherwise="")
+        raise ConfigError(f"there is no preset {name!r}", fix=f"{hint} choose one of: {', '.join(PRESETS)}".lstrip())
     return PRESETS[name]
 
 
@@ -151,7 +151,7 @@ def with_preset(config: TrainConfig) -> TrainConfig:
     if (config.optim.optimizer or recipe["optimizer"]) == "muon":
         rates = {"lr": chosen.muon_lr, "embedding_lr": chosen.lr, "head_lr": chosen.lr}
     batch = filled(config.batch, recipe)
-    if batch.total_steps is None and batch.epochs is None:
+    if all(getattr(batch, name) is None for name in LENGTHS):
         batch = replace(batch, total_steps=chosen.total_steps, epochs=None if chosen.total_steps else 1.0)
     return replace(
         config,
@@ -165,9 +165,6 @@ def with_preset(config: TrainConfig) -> TrainConfig:
 def gpt_config(settings: ModelSettings, *, vocab_size: int) -> GPTConfig:
     """The GPT that these settings (already filled in) describe."""
     assert settings.context is not None
-    described = {f.name for f in fields(GPTConfig)} & {f.name for f in fields(ModelSettings)}
-    return GPTConfig(
-        vocab_size=vocab_size,
-        max_position_embeddings=settings.context,
-        **{name: value for name in described if (value := getattr(settings, name)) is not None},
-    )
+    options = {option.name: getattr(settings, option.name) for option in fields(GPTOptions)}
+    given = {name: value for name, value in options.items() if value is not None}
+    return GPTConfig(vocab_size=vocab_size, max_position_embeddings=settings.context, **given)

@@ -5,25 +5,15 @@ A file has one table per section of TrainConfig; a setting may also stand at the
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from drumline.config.settings import TrainConfig
+from drumline.config.facts import did_you_mean
+from drumline.config.settings import TrainConfig, names_with
 from drumline.errors import EXIT_USAGE, ConfigError
-
-# What may differ when a run goes on: none of these changes what step k computes.
-FREE_TO_CHANGE = frozenset(
-    "preset run_dir resume_from allow_change device compile eval_every eval_windows save_every snapshot_every "
-    "keep_checkpoints keep_every keep_best on_nonfinite max_nonfinite spike_factor max_rollbacks check_replicas_every "
-    "hang_timeout nnodes rdzv_endpoint doctor "
-    "log_every sample_prompt tensorboard use_wandb wandb_project wandb_run_name sink data_dir on_error "
-    "nproc backend max_restarts train_data_path valid_data_path valid_fraction field tokenizer "
-    "gradient_accumulation_steps".split()
-)
 
 
 class UnknownKeyError(ConfigError):
@@ -67,8 +57,7 @@ def _unknown(path: Path, shown: str, key: str, names: list[str]) -> UnknownKeyEr
     for section, settings in sections().items():
         if key in settings:
             return UnknownKeyError(f"{path} sets {shown} in the wrong section", fix=f"move it to [{section}]")
-    near = difflib.get_close_matches(key, names, n=1)
-    fix = f"did you mean {near[0]}?" if near else f"known here: {', '.join(names)}"
+    fix = did_you_mean(key, names, otherwise=f"known here: {', '.join(names)}")
     return UnknownKeyError(f"{path} sets {shown}, which is not a setting", fix=fix)
 
 
@@ -101,6 +90,7 @@ def from_settings(settings: dict[str, Any]) -> TrainConfig:
 
 
 def differences(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Settings that change what a step computes and are not the same: {name: (old, new)}."""
+    """Settings that are not the same, and may not change when a run is resumed: {name: (old, new)}."""
+    free = names_with("may_change")
     before, after = ({k: v for part in asdict(c).values() for k, v in part.items()} for c in (old, new))
-    return {k: (before[k], after[k]) for k in before if before[k] != after[k] and k not in FREE_TO_CHANGE}
+    return {k: (before[k], after[k]) for k in before if before[k] != after[k] and k not in free}

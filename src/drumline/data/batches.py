@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from drumline.config import BatchConfig
+from drumline.config import SHORT_PARTS, BatchConfig
 from drumline.data.tokens import TokenFile
 from drumline.errors import ConfigError, DataError
 
@@ -152,7 +152,7 @@ def items_of(batches: Batches, seed: int, step: int, index: int | None = None) -
     return visit_order(np.arange(start, start + count, dtype=np.int64), items=batches.items, seed=seed)
 
 
-SHORTER = 4
+SHORTER = SHORT_PARTS
 """How many short windows a window is read as, in the steps that do so."""
 
 

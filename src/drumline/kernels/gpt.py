@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drumline.config import GPTConfig, TrainConfig, gpt_config
+from drumline.config import ANY, GPTConfig, TrainConfig, gpt_config
 from drumline.errors import ConfigError
 from drumline.model import GPT, KVCache, RMSNorm, TransformerBlock, linear_cross_entropy
 from drumline.parallel import is_hopper
@@ -89,29 +89,11 @@ def fits(config: GPTConfig) -> bool:
 @functools.cache
 def misfits(config: GPTConfig) -> tuple[str, ...]:
     """What a config has that the kernels do not compute: any option that they do not know is one too many."""
-    known = GPTConfig(
-        vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
-        n_layers=config.n_layers,
-        n_heads=config.n_heads,
-        n_kv_heads=config.n_kv_heads,
-        d_model=config.d_model,
-        d_ff=config.d_ff,
-        tie_embeddings=config.tie_embeddings,
-        init=config.init,
-        norm_weights=config.norm_weights,
-        softcap=config.softcap,
-        value_tables=config.value_tables,
-        smear=config.smear,
-        rope_theta=config.rope_theta,
-        positions="rope",
-        norm="rmsnorm",
-        activation="relu2",
-        qk_norm=True,
-        bias=False,
-    )
-    values = {field.name: (getattr(config, field.name), getattr(known, field.name)) for field in fields(GPTConfig)}
-    found = [f"{name} {has} instead of {wanted}" for name, (has, wanted) in values.items() if has != wanted]
+    found = []
+    for option in fields(GPTConfig):
+        value, fused = getattr(config, option.name), option.metadata.get("fused", option.default)
+        if fused is not ANY and value != fused:
+            found.append(f"{option.name} {value} instead of {fused}")
     width = config.head_width
     if config.kv_heads != config.n_heads:
         found.append(f"{config.kv_heads} key/value heads for {config.n_heads} heads")

@@ -12,12 +12,9 @@ from typing import Any
 import torch
 
 import drumline
-from drumline.config import TrainConfig
+from drumline.config import TrainConfig, names_with
 from drumline.errors import DrumlineError
 from drumline.parallel.world import World
-
-# Where things lie may differ from host to host; what they hold is compared by hash.
-_LOCAL = frozenset("run_dir resume_from data_dir train_data_path valid_data_path tokenizer nproc device doctor".split())
 
 
 class DisagreementError(DrumlineError):
@@ -36,8 +33,9 @@ def versions() -> dict[str, str]:
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """Every setting that all ranks must have alike."""
-    return {name: value for part in asdict(config).values() for name, value in part.items() if name not in _LOCAL}
+    """Every setting that all ranks must have alike. Paths may differ; the contents of files are compared by hash."""
+    local = names_with("per_host")
+    return {name: value for part in asdict(config).values() for name, value in part.items() if name not in local}
 
 
 def digest(value: str | None) -> str:
