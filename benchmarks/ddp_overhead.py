@@ -20,8 +20,8 @@ from header import header
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from drumline.config import ModelSettings, OptimConfig, TrainConfig
 from drumline.config.presets import gpt_config, with_preset
-from drumline.config.settings import ModelSettings, OptimConfig, TrainConfig
 from drumline.data.batches import BatchPlan
 from drumline.model.build import token_objective
 from drumline.model.gpt import GPT

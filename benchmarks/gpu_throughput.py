@@ -29,8 +29,8 @@ from header import header
 from nanogpt import NanoGPT
 from torch import Tensor
 
+from drumline.config import GPTConfig, ModelSettings, OptimConfig, TrainConfig
 from drumline.config.presets import gpt_config, with_preset
-from drumline.config.settings import GPTConfig, ModelSettings, OptimConfig, TrainConfig
 from drumline.kernels.cuda_graphs import with_graphs
 from drumline.kernels.gpt import Float8GPT, FusedGPT
 from drumline.model.build import token_objective

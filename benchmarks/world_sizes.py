@@ -22,8 +22,8 @@ import torch.distributed as dist
 from header import header
 from torch.nn.parallel import DistributedDataParallel
 
+from drumline.config import ModelSettings, OptimConfig, TrainConfig
 from drumline.config.presets import gpt_config, with_preset
-from drumline.config.settings import ModelSettings, OptimConfig, TrainConfig
 from drumline.data.batches import BatchPlan
 from drumline.model.build import token_objective
 from drumline.model.gpt import GPT

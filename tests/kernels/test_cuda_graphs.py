@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drumline.config.settings import GPTConfig, OptimConfig
+from drumline.config import GPTConfig, OptimConfig
 from drumline.kernels.cuda_graphs import Recorded, with_graphs
 from drumline.kernels.gpt import FusedGPT
 from drumline.model.build import token_objective

@@ -11,7 +11,7 @@ from helpers.small import small
 from torch import Tensor
 
 from drumline.checkpoint.checkpoints import load_optimizer, optimizer_state
-from drumline.config.settings import GPTConfig, OptimConfig
+from drumline.config import GPTConfig, OptimConfig
 from drumline.files.run_folder import RunFolder
 from drumline.model.gpt import GPT
 from drumline.optim.muon import FIRST_MOMENTUM, MOMENTUM_STEPS, Muon, momentum_at, orthogonal, row_factors

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.config.settings import GPTConfig, OptimConfig
+from drumline.config import GPTConfig, OptimConfig
 from drumline.model.gpt import GPT
 from drumline.optim.muon import Muon
 from drumline.optim.optimizers import learning_rate, make_optimizer, parameters_by_kind

@@ -17,7 +17,7 @@ from helpers.small import small
 from torch import Tensor, nn
 
 from drumline.cli.app import run_command
-from drumline.config.settings import GPTConfig
+from drumline.config import GPTConfig
 from drumline.errors import EXIT_FAILED, EXIT_STOPPED
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import Record, read_metrics

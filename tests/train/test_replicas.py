@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from drumline.checkpoint.checkpoints import checkpoint_paths
 from drumline.checkpoint.retention import step_of
-from drumline.config.settings import GPTConfig
+from drumline.config import GPTConfig
 from drumline.errors import EXIT_CRASHED
 from drumline.files.run_folder import RunFolder
 from drumline.model.gpt import GPT
