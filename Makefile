@@ -11,6 +11,7 @@ train: $(VENV)/.train
 
 test: $(VENV)/.dev system-packages lint
 	$(BIN)/python -m pytest -n auto $(ARGS)
+	PYTHON=$(CURDIR)/$(BIN)/python tests/without-tools
 
 drill: $(VENV)/.train
 	$(BIN)/drumline drill --minutes 10 $(ARGS)

@@ -10,6 +10,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "true"
 os.environ.pop("WANDB_API_KEY", None)
 
 import pytest
+from helpers.needs import missing
 from helpers.small import small
 
 from drumline.cli import run_command
@@ -17,6 +18,14 @@ from drumline.cli import run_command
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell lets what it starts in the background ignore Ctrl-C, and so would all that a test starts and interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs something that this machine has not."""
+    for item in items:
+        wanted = dict.fromkeys(need for mark in item.iter_markers("needs") for need in mark.args)
+        if wanted and (reason := missing(*wanted)):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ from drumline.doctor.hosts.meet import gathering_at
 from drumline.doctor.hosts.report import data_hashes
 from drumline.parallel.agreement import versions
 
+pytestmark = pytest.mark.needs("hosts")
+
 LIMIT_S = 120.0
 BRIEF_S = 2.0
 """How long a host is waited for that cannot come."""
@@ -51,13 +53,13 @@ def run_check(
     """
     if torch_version:
         real = versions()
-        _patch("hosts_report.versions", lambda: {**real, "torch": torch_version})
+        _patch("report.versions", lambda: {**real, "torch": torch_version})
     if dies_with:
         _patch(dies_with, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     if says_to:
-        _patch("hosts_check._SAY_S", 0.1)
+        _patch("check._SAY_S", 0.1)
     if hashes_after:
-        _patch("hosts_check.data_hashes", functools.partial(_hash_late, hashes_after))
+        _patch("check.data_hashes", functools.partial(_hash_late, hashes_after))
 
     def say(text: str) -> None:
         if says_to and text.endswith(": hashing data"):
@@ -83,7 +85,7 @@ def _hash_late(waits_for: Path, path: Path) -> dict[str, str]:
 def _patch(name: str, replacement: Any) -> None:
     """In a process that ends with the test."""
     module, _, name = name.partition(".")
-    setattr(importlib.import_module(f"drumline.{module}"), name, replacement)
+    setattr(importlib.import_module(f"drumline.doctor.hosts.{module}"), name, replacement)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +133,7 @@ def test_healthy_hosts_meet_reach_each_other_and_reduce(hosts: Hosts) -> None:
     assert any("all-reduce over 2 hosts" in finding.what for finding in first.findings)
 
 
+@pytest.mark.needs("firewall")
 def test_a_meeting_port_that_is_closed_is_named_on_both_hosts(hosts: Hosts) -> None:
     a, b = hosts
     a.filter("input", f"iifname eth0 tcp dport {PORT} drop")
@@ -166,6 +169,7 @@ def test_a_name_that_does_not_resolve_is_named(hosts: Hosts) -> None:
     assert found.fix == "echo 'ADDRESS host-x' >> /etc/hosts"
 
 
+@pytest.mark.needs("firewall")
 def test_ports_closed_in_one_direction_are_laid_to_the_host_that_lets_nobody_in(hosts: Hosts) -> None:
     a, b = hosts
     b.filter("input", "iifname eth0 tcp flags & (syn|ack) == syn drop")
@@ -176,6 +180,7 @@ def test_ports_closed_in_one_direction_are_laid_to_the_host_that_lets_nobody_in(
     assert second.findings == first.findings
 
 
+@pytest.mark.needs("firewall")
 def test_ports_that_are_rejected_are_told_from_packets_that_are_dropped(hosts: Hosts) -> None:
     a, b = hosts
     a.filter("input", f"iifname eth0 tcp dport != {PORT} tcp flags & (syn|ack) == syn reject with tcp reset")
@@ -200,6 +205,7 @@ def test_a_wrong_interface_is_named_with_the_right_one(hosts: Hosts) -> None:
     assert second.findings == first.findings
 
 
+@pytest.mark.needs("firewall")
 @pytest.mark.parametrize(("hurt", "spared"), [(1, 0), (0, 1)])
 def test_an_mtu_black_hole_is_laid_to_the_host_whose_large_packets_vanish(hosts: Hosts, hurt: int, spared: int) -> None:
     # Where the packets would arrive: what is dropped as it leaves is known to the sender, and no black hole.
@@ -212,6 +218,7 @@ def test_an_mtu_black_hole_is_laid_to_the_host_whose_large_packets_vanish(hosts:
     assert first.findings == second.findings and not first.links  # no collective was tried, which would have hung
 
 
+@pytest.mark.needs("firewall")
 def test_loss_is_laid_to_the_host_whose_packets_are_lost(hosts: Hosts) -> None:
     a, b = hosts
     a.filter("prerouting", f"ip saddr {b.address} meta length > 600 numgen random mod 100 < 15 drop")
@@ -250,14 +257,14 @@ def test_a_host_that_hashes_for_long_is_waited_for_and_not_missed(hosts: Hosts, 
 
 
 def test_a_host_that_dies_in_the_middle_of_the_collectives_is_named(hosts: Hosts) -> None:
-    first, _ = call(hosts[0], collectives=True), call(hosts[1], collectives=True, dies_with="links.SizeRow")
+    first, _ = call(hosts[0], collectives=True), call(hosts[1], collectives=True, dies_with="collectives.SizeRow")
     (report,) = reports([first])
     found = the(report, "meeting")
     assert found.host == "host-b" and "host-b came, and then stopped answering" in found.what
 
 
 def test_a_first_host_that_dies_is_named_by_the_others(hosts: Hosts) -> None:
-    _, second = call(hosts[0], dies_with="hosts_check.judge"), call(hosts[1])
+    _, second = call(hosts[0], dies_with="check.judge"), call(hosts[1])
     (report,) = reports([second])
     found = the(report, "meeting")
     assert found.host == "host-a" and "stopped answering" in found.what and report.tells

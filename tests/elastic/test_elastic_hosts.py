@@ -17,6 +17,8 @@ from helpers.small import small
 
 from drumline.report.records import read_metrics
 
+pytestmark = pytest.mark.needs("hosts")
+
 TIMEOUT_S = 120
 ENDPOINT = ("--rdzv_endpoint", "host-a:29400")
 

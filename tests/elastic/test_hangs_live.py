@@ -135,6 +135,7 @@ def hosts(tmp_path: Path) -> Iterator[tuple[Host, Host]]:
         yield pair
 
 
+@pytest.mark.needs("hosts")
 def test_a_rank_that_hangs_on_another_host_is_named_on_both_and_the_run_goes_on(
     hosts: tuple[Host, Host], tmp_path: Path, text: Path
 ) -> None:

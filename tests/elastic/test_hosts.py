@@ -13,6 +13,8 @@ from helpers.small import small
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
 
+pytestmark = pytest.mark.needs("hosts")
+
 Train = Callable[..., int]
 Hosts = tuple[Host, Host]
 

@@ -1,8 +1,8 @@
 """Hosts on one machine: network namespaces joined by a cable or a switch, each with its own address, name and ports.
 
 Only the disk is shared, and a test that gives each host a folder of its own has not even that. Linux alone can do this,
-and only for root. Faults are made with nftables, and delay by a relay that holds frames back, which is this file, run
-with two cards and the seconds.
+and only for root: what uses it is marked `needs("hosts")`. Faults are made with nftables (`needs("firewall")`), and
+delay by a relay that holds frames back, which is this file, run with two cards and the seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import itertools
 import multiprocessing
 import os
 import selectors
-import shutil
 import signal
 import socket
 import struct
@@ -30,8 +29,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 PORT = 29500
 """Nothing else listens on a host that was just made."""
@@ -92,10 +89,11 @@ class Host:
     """Where the file of names and the logs lie."""
     started: list[Started] = field(default_factory=list)
     called: list[Called] = field(default_factory=list)
+    filtered: bool = False
 
     def call(self, work: Callable[..., Any], *arguments: Any, env: Mapping[str, str] | None = None) -> Called:
         """Call a function here, in a process that has torch from the start: much cheaper than one that imports it."""
-        import ranks  # names what the server imports  # noqa: F401
+        import helpers.ranks  # names what the server imports  # noqa: F401
 
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe(duplex=False)
@@ -110,16 +108,17 @@ class Host:
 
     def filter(self, hook: str, rule: str) -> None:
         """Add a rule of nftables: what comes in passes "prerouting" and then "input"."""
-        if shutil.which("nft") is None:
-            pytest.skip("faults are made with `nft`: apt install nftables")
         words = f"add table inet t; add chain inet t {hook} {{ type filter hook {hook} priority 0; }}"
         command = ["ip", "netns", "exec", self.namespace, "nft", f"{words}; add rule inet t {hook} {rule}"]
         made = subprocess.run(command, capture_output=True, text=True, check=False)
         assert made.returncode == 0, made.stderr
+        self.filtered = True
 
     def heal(self) -> None:
         """Remove all rules."""
-        subprocess.run(["ip", "netns", "exec", self.namespace, "nft", "flush", "ruleset"], check=True)
+        if self.filtered:
+            subprocess.run(["ip", "netns", "exec", self.namespace, "nft", "flush", "ruleset"], check=True)
+        self.filtered = False
 
     def start(self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None) -> Started:
         """Start a command here, with some variables beside the test's own."""
@@ -154,14 +153,14 @@ class Host:
 
 @contextlib.contextmanager
 def two_hosts(scratch: Path) -> Iterator[tuple[Host, Host]]:
-    """Host a and host b, gone when the block ends; skips the test where they cannot be made."""
+    """Host a and host b, gone when the block ends."""
     prefix = f"drumline-{os.getpid()}-{next(_NUMBERS)}"
     hosts = [Host(name, f"10.77.0.{i}", f"{prefix}-{name}", scratch) for i, name in enumerate(_NAMES, start=1)]
     names = [("127.0.0.1", "localhost"), *((host.address, host.name) for host in hosts)]
     (scratch / "hosts").write_text("".join(f"{address} {name}\n" for address, name in names))
     with contextlib.ExitStack() as stack:
         for host in hosts:
-            _make(host.namespace)
+            _ip("netns", "add", host.namespace)
             stack.callback(_ip, "netns", "del", host.namespace)
             stack.callback(host.end_all)
         a, b = hosts
@@ -186,12 +185,12 @@ def hosts_on_a_switch(scratch: Path, count: int, *, delay_last_s: float = 0.0) -
     names = [("127.0.0.1", "localhost"), *((host.address, host.name) for host in hosts)]
     (scratch / "hosts").write_text("".join(f"{address} {name}\n" for address, name in names))
     with contextlib.ExitStack() as stack:
-        _make(switch)
+        _ip("netns", "add", switch)
         stack.callback(_ip, "netns", "del", switch)
         _ip("-n", switch, "link", "add", "switch", "type", "bridge")
         _ip("-n", switch, "link", "set", "switch", "up")
         for number, host in enumerate(hosts):
-            _make(host.namespace)
+            _ip("netns", "add", host.namespace)
             stack.callback(_ip, "netns", "del", host.namespace)
             stack.callback(host.end_all)
             port, held = f"port{number}", bool(delay_last_s) and host is hosts[-1]
@@ -293,16 +292,6 @@ def _call_here(
         answer = True, traceback.format_exc()
     pipe.send(answer)
     os._exit(0)  # as drumline ends
-
-
-def _make(namespace: str) -> None:
-    """A new network namespace, or a skipped test where this machine or user cannot have one."""
-    if shutil.which("ip") is None:
-        pytest.skip("hosts are made with `ip`: apt install iproute2")
-    made = subprocess.run(["ip", "netns", "add", namespace], capture_output=True, text=True, check=False)
-    if "denied" in made.stderr or "not permitted" in made.stderr:
-        pytest.skip(f"hosts need root with CAP_NET_ADMIN and CAP_SYS_ADMIN: {made.stderr.strip()}")
-    assert made.returncode == 0, made.stderr
 
 
 def _ip(*words: str) -> str:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
-
 LIMIT_S, UP_S = 120.0, 60.0
 """How long anything may take, and a cluster until it is there: it is tried twice."""
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "squeue", "scancel", "scontrol")
 CONFIG = """
 ClusterName=drumline
 SlurmctldHost={host}(127.0.0.1)
@@ -56,9 +52,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def two_nodes(folder: Path) -> Iterator[dict[str, str]]:
-    """The environment in which `srun` finds a cluster of two nodes; skips the test where there can be none."""
-    if os.geteuid() != 0 or any(shutil.which(program) is None for program in PROGRAMS):
-        pytest.skip("a SLURM of our own needs root and the Debian packages slurm-wlm and munge")
+    """The environment in which `srun` finds a cluster of two nodes, for tests marked `needs("slurm")`."""
     with contextlib.ExitStack() as daemons:
         try:
             environ = daemons.enter_context(_started(folder / "first"))

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-import pytest
 
 from helpers.hosts import Host, Started, two_hosts
 
@@ -37,7 +34,7 @@ Host *
     LogLevel ERROR
 """
 # sshd wants a folder in /run that belongs to root. The mounts of a host are its own: nothing of it is left.
-_START = "mount -t tmpfs none /run && mkdir -m 0755 /run/sshd && exec /usr/sbin/sshd -D -e -f"
+_START = "mount -t tmpfs none /run && mkdir -m 0755 /run/sshd && exec $(command -v sshd) -D -e -f"
 
 
 @dataclass
@@ -66,9 +63,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def two_hosts_with_sshd(folder: Path) -> Iterator[Cluster]:
-    """Two hosts with an sshd each; skips the test where they cannot be made."""
-    if not Path("/usr/sbin/sshd").exists() or shutil.which("ssh") is None:
-        pytest.skip("hosts are reached over ssh: apt install openssh-server openssh-client")
+    """Two hosts with an sshd each, for tests marked `needs("hosts", "sshd")`."""
     with two_hosts(folder) as (a, b):
         for name in ("client", a.name, b.name):
             _keygen(folder / f"{name}-key")

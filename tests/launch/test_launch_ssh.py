@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -20,6 +21,8 @@ from test_ssh_checks import script
 
 from drumline.errors import EXIT_FAILED, EXIT_STOPPED
 from drumline.files.run_folder import RunFolder
+
+pytestmark = pytest.mark.needs("hosts", "sshd", "bash")
 
 SECRET = "canary" * 7
 STEP = ("--batch_size", "2", "--global_batch_size", "8", "--bitwise")
@@ -205,7 +208,7 @@ def test_hosts_whose_versions_differ_are_refused_by_name(cluster: Cluster, tmp_p
 def test_doctors_on_two_hosts_meet_over_ssh_and_one_tells_what_lies_between_them(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    script(tmp_path / "ssh", f'#!/bin/sh\nexec /usr/bin/{cluster.ssh} "$@"\n')
+    script(tmp_path / "ssh", f'#!/bin/sh\nexec {shutil.which("ssh")} -F {cluster.folder}/ssh_config "$@"\n')
     environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     doctor = [sys.executable, "-m", "drumline", "doctor", "--hosts", "host-a,host-b", "--quick"]
     started = cluster.a.start(doctor, cwd=tmp_path, env=environ)

@@ -13,6 +13,8 @@ from helpers.small import small
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
 
+pytestmark = pytest.mark.needs("slurm")
+
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:

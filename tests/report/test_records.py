@@ -4,7 +4,6 @@ import json
 import math
 import os
 import pty
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -29,9 +28,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 256 kB that a test can fill."""
     where = tmp_path / "disk"
     where.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(where)]
-    if shutil.which("mount") is None or subprocess.run(mount, check=False, capture_output=True).returncode:
-        pytest.skip("no right to mount a small disk here")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(where)], check=True)
     try:
         yield where
     finally:
@@ -80,6 +77,7 @@ def test_records_past_the_resumed_step_and_half_lines_are_forgotten(tmp_path: Pa
     assert read_metrics(file) == [{"step": 1}, {"step": 2}]
 
 
+@pytest.mark.needs("disks")
 def test_forgetting_keeps_the_file_whole_at_every_moment_and_needs_no_room(small_disk: Path) -> None:
     file = small_disk / "metrics.jsonl"
     file.write_text(
@@ -96,6 +94,7 @@ def test_forgetting_keeps_the_file_whole_at_every_moment_and_needs_no_room(small
     assert not (small_disk / "none.jsonl").exists()
 
 
+@pytest.mark.needs("disks")
 def test_a_full_disk_ends_no_run_and_once_it_has_room_every_record_is_there_once_and_in_order(
     small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,6 +122,7 @@ def test_a_full_disk_ends_no_run_and_once_it_has_room_every_record_is_there_once
     assert folder.read_status()["step"] == 120
 
 
+@pytest.mark.needs("disks")
 def test_records_a_full_disk_never_took_are_counted_at_the_end(
     small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,6 +138,7 @@ def test_records_a_full_disk_never_took_are_counted_at_the_end(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # its thread dies of it
+@pytest.mark.needs("disks")
 def test_tensorboard_on_a_full_disk_ends_no_run(small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensorboard")
     fill(small_disk)

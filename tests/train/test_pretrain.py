@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -234,7 +233,7 @@ def test_users_bring_their_own_model_source_and_sink_by_name(train: Train) -> No
     assert train("--run_dir", "run2", "--model", here + "NoSuchModel") == 1
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs the Debian package g++")
+@pytest.mark.needs("compiler")
 def test_a_compiled_model_gives_the_same_curve(train: Train) -> None:
     assert train("--run_dir", "plain", "--total_steps", "3") == 0
     assert train("--run_dir", "compiled", "--compile", "--total_steps", "3") == 0

@@ -216,7 +216,7 @@ def test_after_the_last_step_what_is_shown_at_the_end_is_cut_short(
     assert (here / "run" / "loss.png").exists()
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs the Debian package g++")
+@pytest.mark.needs("compiler")
 @pytest.mark.parametrize(("signum", "nproc"), [(signal.SIGTERM, 0), (signal.SIGINT, 2)])
 def test_while_compiling_too(here: Path, prepared: tuple[Path, str], signum: int, nproc: int) -> None:
     shutil.copytree(prepared[0], here / "data")
