@@ -89,10 +89,10 @@ def test_a_resume_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     assert steps(folder) == [2]
 
 
-def test_a_disk_that_takes_no_mark_keeps_no_run_from_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_takes_no_mark_keeps_no_run_from_going_on(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     save(folder, 2)
-    monkeypatch.setattr(RunFolder, "resumed", tmp_path / "not there" / ".resumed")
+    folder.resumed = tmp_path / "not there" / ".resumed"
     model, optimizer = trained()
     memory = Snapshots(tmp_path / "memory", folder)
     found = resume("2", folder, ALONE, model, optimizer, facts={}, allow_change=(), snapshots=memory, say=print)

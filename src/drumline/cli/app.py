@@ -351,17 +351,18 @@ def _layers(argv: list[str]) -> list[tuple[Path, dict[str, Any]]]:
     """Config files behind the flags, the strongest first: --config, then what the run that goes on was started with."""
     if argv[:1] != ["train"]:
         return []
+    from drumline.files import RunFolder
+
     layers = []
     config = flag(argv, "config")
     if config:
         layers.append((Path(config), read_settings(Path(config))))
     run_dir = flag(argv, "run_dir") or (layers[0][1].get("run_dir") if layers else None)
     resume_from = flag(argv, "resume_from")
-    stored = Path(run_dir) / "config.toml" if run_dir else None
+    stored = RunFolder(Path(run_dir)).config if run_dir else None
     if (stored is None or not stored.exists()) and resume_from not in (None, "auto"):
         # A new run that starts from another one's checkpoint: RUN, or RUN/checkpoints/step-N.
-        candidates = (Path(str(resume_from)), *Path(str(resume_from)).parents[1:2])
-        stored = next((path / "config.toml" for path in candidates if (path / "config.toml").exists()), None)
+        stored = RunFolder.named_by(Path(str(resume_from))).config
     if stored is not None and stored.exists():
         settings = read_settings(stored)
         settings.pop("run_dir", None)  # the flag, if there is one, says the same or names a new run

@@ -19,6 +19,7 @@ from drumline.doctor import gpus, machine
 from drumline.doctor.environment import BETWEEN_RANKS, Facts, check_variables
 from drumline.doctor.finding import Finding
 from drumline.errors import DrumlineError
+from drumline.files import CHECKPOINT_PREFIX, RunFolder
 from drumline.network import find_cards, find_infiniband, gloo_address
 
 if TYPE_CHECKING:  # it has torch, and a machine whose torch does not load is to be told so
@@ -144,13 +145,13 @@ def _room(folder: Path, needed_bytes: int, *, several_hosts: bool) -> Finding:
         what_for="the run's checkpoints will take about",
     )
     # A run that is there goes on even where nothing can be saved, and only one host of several keeps the folder.
-    survives = several_hosts or (folder / ".lock").exists()
+    survives = several_hosts or RunFolder(folder).lock.exists()
     return replace(finding, state="warning") if finding.state == "failed" and survives else finding
 
 
 def _held_bytes(folder: Path) -> int:
     try:
-        return sum(file.stat().st_size for file in folder.glob("checkpoints/step-*/*"))
+        return sum(file.stat().st_size for file in RunFolder(folder).checkpoints.glob(f"{CHECKPOINT_PREFIX}*/*"))
     except OSError:
         return 0
 

@@ -17,6 +17,7 @@ from drumline.elastic.leader import Lease, MeetingPoint
 from drumline.elastic.rendezvous import HostsMeeting, Meeting
 from drumline.elastic.supervisor import Supervisor
 from drumline.errors import EXIT_STOPPED, RunLostError
+from drumline.files import RunFolder
 from drumline.network import is_free
 from drumline.parallel import find_place
 from drumline.report import tell
@@ -59,7 +60,7 @@ def _meeting(config: TrainConfig) -> Meeting:
     fewest, most = config.ranks.hosts
     if most == 1:
         return _alone()
-    lease = Lease(Path(config.run.run_dir) / ".leader") if config.run.run_dir else None
+    lease = Lease(RunFolder(Path(config.run.run_dir)).leader) if config.run.run_dir else None
     point = MeetingPoint(config.ranks.rdzv_endpoint, lease, say=logging.getLogger(__name__).warning)
     return HostsMeeting(point, fewest=fewest, most=most)
 

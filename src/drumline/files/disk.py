@@ -8,8 +8,7 @@ import hashlib
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -109,26 +108,12 @@ class LineFile:
             os.ftruncate(descriptor, self._whole_bytes)
 
 
-@contextmanager
-def locked(path: Path, *, wait_s: float) -> Iterator[int]:
-    """Hold a lock file, yielding its descriptor; BlockingIOError if another process still has it after `wait_s`.
-
-    The kernel drops the lock with the process, however that ends. A file system without locks is not locked.
-    """
-    lock = Lock(path)
-    try:
-        deadline = time.monotonic() + wait_s
-        while not lock.take():
-            if time.monotonic() > deadline:
-                raise BlockingIOError(f"{path} is held")
-            time.sleep(_LOCK_RETRY_S)
-        yield lock.descriptor
-    finally:
-        lock.close()
-
-
 class Lock:
-    """A lock file. The kernel drops the lock with the process, however that ends."""
+    """A lock file. The kernel drops the lock with the process, however that ends.
+
+    By hand, because `filelock` refuses a read-only disk and a file system without locks, or leaves a lock file there
+    that outlives a killed process, and its older versions erase what the holder wrote into the file.
+    """
 
     def __init__(self, path: Path) -> None:
         try:
@@ -140,14 +125,20 @@ class Lock:
         # A forked child shares the lock, and would hold it beyond its parent's death.
         os.register_at_fork(after_in_child=self.close)
 
-    def take(self) -> bool:
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # ENOLCK, ENOTSUP, ENOSYS: some network file systems
-            return True
-        return True
+    def take(self, *, wait_s: float = 0.0) -> bool:
+        """Whether this process has the lock, once nobody else has it or `wait_s` are over."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_LOCK_RETRY_S)
+            except OSError:  # ENOLCK, ENOTSUP, ENOSYS: some network file systems have no locks
+                return True
+            else:
+                return True
 
     def close(self) -> None:
         if self.descriptor >= 0:

@@ -8,66 +8,48 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import psutil
+from typing import TYPE_CHECKING, Any
 
 from drumline.errors import ConfigError
-from drumline.files.disk import locked, replace_text
+from drumline.files.disk import Lock, replace_text
+
+if TYPE_CHECKING:
+    from drumline.config import TrainConfig
 
 CHECKPOINT_PREFIX = "step-"
 _HOLD_WAIT_S = 5.0
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """runs/NAME: everything about one run."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "train.log"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.path / "tokenizer.json"
-
-    @property
-    def status(self) -> Path:
-        return self.path / "status.json"
-
-    @property
-    def loss_plot(self) -> Path:
-        return self.path / "loss.png"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / ".lock"
-
-    @property
-    def events(self) -> Path:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.tokenizer = path / "tokenizer.json"
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+        self.log = path / "train.log"
+        self.events = path / "events.jsonl"
         """What happened to the run beside its steps: saves, restarts, skipped data, disks in trouble."""
-        return self.path / "events.jsonl"
+        self.status = path / "status.json"
+        self.loss_plot = path / "loss.png"
+        self.tensorboard = path / "tensorboard"
+        self.lock = path / ".lock"
+        self.leader = path / ".leader"
+        """Which host leads, where several train together."""
+        self.resumed = path / ".resumed"
+        """Is there once --resume_from has been obeyed: ranks that are started again do not go back a second time."""
+        self.identity = path / ".id"
+        self._run_id = ""
+
+    @classmethod
+    def named_by(cls, path: Path) -> RunFolder:
+        """The run that a path means: a run, or the run of a checkpoint."""
+        run = cls(path)
+        return cls(path.parent.parent) if path.parent.name == run.checkpoints.name and not run.config.exists() else run
 
     @staticmethod
     def checkpoint_name(step: int) -> str:
@@ -76,24 +58,14 @@ class RunFolder:
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / self.checkpoint_name(step)
 
-    @property
-    def resumed(self) -> Path:
-        """Is there when what --resume_from asked for has been done: ranks that are started again do not do it again."""
-        return self.path / ".resumed"
-
-    @property
-    def identity(self) -> Path:
-        return self.path / ".id"
-
     def run_id(self) -> str:
         """A name that no other run has, not even a later one in a folder of the same path."""
-        path = self.identity
         with suppress(OSError):
-            if not path.exists():
-                replace_text(path, uuid.uuid4().hex)
-            if name := path.read_text(encoding="utf-8").strip():
-                return name
-        return uuid.uuid4().hex  # on a disk that takes nothing the name lasts as long as the process
+            if not self.identity.exists():
+                replace_text(self.identity, uuid.uuid4().hex)
+            self._run_id = self.identity.read_text(encoding="utf-8").strip()
+        self._run_id = self._run_id or uuid.uuid4().hex  # on a disk that takes nothing it lasts as long as the process
+        return self._run_id
 
     @contextmanager
     def hold(self, *, wait_s: float = _HOLD_WAIT_S) -> Iterator[None]:
@@ -101,24 +73,26 @@ class RunFolder:
 
         It waits a little first: a process that was told to stop, or was killed, may take a moment to be gone.
         """
-        with ExitStack() as held:
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                descriptor = held.enter_context(locked(self.lock, wait_s=wait_s))
-            except BlockingIOError:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = Lock(self.lock)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be written ({error})",
+                fix="make room there or mend its permissions, or choose another --run_dir",
+            ) from None
+        try:
+            if not lock.take(wait_s=wait_s):
                 raise ConfigError(
                     f"{self.path} is in use: {self._holder()} trains there",
                     fix="wait until it ends, stop it, or choose another --run_dir",
-                ) from None
-            except OSError as error:
-                raise ConfigError(
-                    f"{self.path} cannot be written ({error})",
-                    fix="make room there or mend its permissions, or choose another --run_dir",
-                ) from None
+                )
             with suppress(OSError):  # who holds it is for people to read: a full disk is no reason to stop
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+                os.ftruncate(lock.descriptor, 0)
+                os.pwrite(lock.descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
             yield
+        finally:
+            lock.close()
 
     def _holder(self) -> str:
         try:
@@ -138,7 +112,7 @@ class RunFolder:
     def write_status(self, state: str, *, step: int, total_steps: int, **more: Any) -> None:
         """Replace status.json whole: a reader sees the old one or the new one, never half of one.
 
-        OSError if the disk does not take it: `Records.attempt` keeps that from ending a run.
+        OSError if the disk does not take it: a Journal keeps that from ending a run.
         """
         status = {
             "state": state,
@@ -151,17 +125,11 @@ class RunFolder:
         }
         replace_text(self.status, json.dumps(status, indent=2) + "\n")
 
-    def state(self) -> str:
-        """finished, stopped, failed or running; lost when it says running and its process is gone from this host.
 
-        A supervisor that starts the ranks again is running, too.
-        """
-        status = self.read_status()
-        state = str(status.get("state", "new"))
-        if (
-            state in ("running", "restarting")
-            and status.get("host") == socket.gethostname()
-            and not psutil.pid_exists(int(status.get("pid", 0)))
-        ):
-            return "lost"
-        return state
+def choose_folder(config: TrainConfig) -> RunFolder:
+    """The folder asked for; else runs/PRESET, runs/PRESET-2, ...: the first that is free, or this config unfinished."""
+    if config.run.run_dir is not None:
+        return RunFolder(Path(config.run.run_dir))
+    from drumline.files.runs import free_folder
+
+    return free_folder(config)

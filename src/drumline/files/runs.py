@@ -1,8 +1,11 @@
-"""The folders of runs: which one a new run takes, and what a run was started with."""
+"""The folders of runs: which one a new run takes, what a run was started with, and how it stands."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
+
+import psutil
 
 from drumline.config import TrainConfig, differences, from_settings, read_settings
 from drumline.files.run_folder import RunFolder
@@ -10,14 +13,18 @@ from drumline.files.run_folder import RunFolder
 RUNS_DIR = Path("runs")
 
 
-def choose_folder(config: TrainConfig) -> RunFolder:
-    """The folder asked for; else runs/PRESET, runs/PRESET-2, ...: the first that is free, or this config unfinished."""
-    if config.run.run_dir is not None:
-        return RunFolder(Path(config.run.run_dir))
+def run_folders(where: Path) -> list[RunFolder]:
+    """The runs below a folder, by name."""
+    folders = [RunFolder(path) for path in sorted(where.glob("*"))]
+    return [folder for folder in folders if folder.config.exists()]
+
+
+def free_folder(config: TrainConfig) -> RunFolder:
+    """The first of runs/PRESET, runs/PRESET-2, ... that does not exist, or holds this very run unfinished."""
     number = 1
     while True:
         folder = RunFolder(RUNS_DIR / (config.model.preset if number == 1 else f"{config.model.preset}-{number}"))
-        if not folder.path.exists() or (folder.state() in ("stopped", "lost", "failed") and _same(folder, config)):
+        if not folder.path.exists() or (run_state(folder) in ("stopped", "lost", "failed") and _same(folder, config)):
             return folder
         number += 1
 
@@ -33,3 +40,14 @@ def _same(folder: RunFolder, config: TrainConfig) -> bool:
 
 def stored_config(folder: RunFolder) -> TrainConfig | None:
     return from_settings(read_settings(folder.config)) if folder.config.exists() else None
+
+
+def run_state(folder: RunFolder) -> str:
+    """finished, stopped, failed or running; lost when it says running and its process is gone from this host.
+
+    A supervisor that starts the ranks again is running, too.
+    """
+    status = folder.read_status()
+    state = str(status.get("state", "new"))
+    runs_here = state in ("running", "restarting") and status.get("host") == socket.gethostname()
+    return "lost" if runs_here and not psutil.pid_exists(int(status.get("pid", 0))) else state

@@ -50,7 +50,7 @@ def sample_run(path: Path, prompt: str, settings: SampleConfig, *, device: Devic
     run = load_run(path)
     if run.tokenizer is None or not isinstance(run.model, GPT):
         raise ConfigError(
-            f"the run {path} has no {'tokenizer.json' if run.tokenizer is None else 'GPT'} to write with",
+            f"the run {path} has no {run.folder.tokenizer.name if run.tokenizer is None else 'GPT'} to write with",
             fix="sample from a GPT run with a tokenizer (--tokenizer brings one when training on bare .bin files)",
         )
     decoder = StreamDecoder(run.tokenizer)

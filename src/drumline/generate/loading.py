@@ -28,7 +28,7 @@ class LoadedRun:
 
 def load_run(path: Path) -> LoadedRun:
     """The newest valid checkpoint of a run, or the very checkpoint `path` names, with its model and tokenizer."""
-    folder = RunFolder(path if (path / "config.toml").exists() else path.parent.parent)
+    folder = RunFolder.named_by(path)
     config = stored_config(folder)
     if config is None or config.data.vocab_size is None:
         raise CheckpointError(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, DrumlineError
+from drumline.files import RunFolder
 from drumline.launch.job_command import JobCommand
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d{1,2}){0,2})")
@@ -40,7 +41,7 @@ case $code in
         scontrol requeue "$SLURM_JOB_ID" && exit $code  # if it lives so long: this ends the script as well
     fi
     echo "drumline: stopped (exit code $code) after ${{SLURM_RESTART_COUNT:-0}} restarts; to go on: sbatch" {script} ;;
-{failed}) echo "drumline: the run failed, see" {run_dir}/status.json "; to go on: sbatch" {script} ;;
+{failed}) echo "drumline: the run failed, see" {status} "; to go on: sbatch" {script} ;;
 esac
 exit $code
 """
@@ -124,7 +125,7 @@ class SlurmJob:
             failed=EXIT_FAILED,
             max_requeues=self.config.max_requeues,
             script=shlex.quote(str(self.script)),
-            run_dir=shlex.quote(self.command.run_dir or ""),
+            status=shlex.quote(str(RunFolder(Path(self.command.run_dir or "")).status)),
         )
         return "\n".join([*lines, ending])
 

@@ -6,18 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drumline.files import RunFolder
+from drumline.files import run_folders, run_state
 from drumline.report.records import read_metrics
 
 
 def list_runs(where: Path) -> Iterator[dict[str, Any]]:
     """One row per run below a folder: name, state, step, last losses, when it was last heard of."""
-    for config in sorted(where.glob("*/config.toml")):
-        folder = RunFolder(config.parent)
+    for folder in run_folders(where):
         records, status = read_metrics(folder.metrics), folder.read_status()
         yield {
             "run": str(folder.path),
-            "state": folder.state(),
+            "state": run_state(folder),
             "step": records[-1]["step"] if records else status.get("step", 0),
             "total_steps": status.get("total_steps", 0),
             "loss": _last(records, "loss"),
