@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 
-from drumline.elastic.diagnosis import Cause, End, blame, first_cause, hang_cause, told_by_another
+from drumline.elastic import diagnosis
+from drumline.elastic.diagnosis import Cause, End, blame, cause_of_another_host, first_cause, hang_cause
 from drumline.elastic.rendezvous import Meeting
 from drumline.elastic.supervisor import Supervisor
-from drumline.parallel.heartbeat import ATTEMPT, Beat, Hang, Pulse, Stacks, Watch, promise_an_ending
+from drumline.elastic.watch import Beat, Hang, Stacks, Watch
+from drumline.parallel.attempt import ATTEMPT, Attempt, promise_an_ending
+from drumline.parallel.heartbeat import Pulse
 
 TIMEOUT_S = 240
 NOW_S = 10_000.0
+GRADIENTS = "the sum of the gradients"
+RANK_PROCESS = Path(diagnosis.__file__).with_name("rank_process.py")
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 
 
 def shown(*frames: str) -> str:
     """A stack as faulthandler shows it, from "file:line function" frames, innermost first, beside an idle thread."""
     lines = []
-    for frame in (*frames, "/src/drumline/forked.py:140 _outcome", "<string>:1 <module>"):
+    for frame in (*frames, f"{RANK_PROCESS}:140 _outcome", "<string>:1 <module>"):
         place, function = frame.split(" ")
         path, line = place.rsplit(":", 1)
         lines.append(f'  File "{path}", line {line} in {function}\n')
@@ -40,82 +47,56 @@ LOOP = shown("/home/me/data.py:7 forever", "/src/drumline/loop.py:180 _micro_bat
 IN_BACKWARD = shown(
     f"{TORCH}/autograd/graph.py:979 _engine_run_backward",
     f"{TORCH}/_tensor.py:623 backward",
-    "/src/drumline/step.py:97 __call__",
-    "/src/drumline/parallel.py:95 accumulate",
+    "/src/drumline/train/step.py:97 __call__",
 )
-IN_LOSSES = shown(
-    f"{TORCH}/distributed/distributed_c10d.py:3220 all_reduce",
-    f"{TORCH}/distributed/c10d_logger.py:83 wrapper",
-    "/src/drumline/cluster.py:181 sum",
-    "/src/drumline/parallel.py:97 accumulate",
+IN_BARRIER = shown(f"{TORCH}/distributed/distributed_c10d.py:5 barrier", "/home/me/mine.py:9 meet")
+IN_STATISTICS = shown(
+    f"{TORCH}/nn/parallel/distributed.py:2100 _distributed_broadcast_coalesced",
+    f"{TORCH}/nn/parallel/distributed.py:1890 forward",
+    "/src/drumline/train/step.py:58 loss",
 )
-WAITS = [
-    (IN_BACKWARD, "exchange", "the sum of the gradients (all_reduce in backward, step.py:97)"),
-    (IN_BACKWARD, "compute", ""),  # its own part of backward
-    (IN_LOSSES, "exchange", "the sum of the losses (all_reduce, parallel.py:97)"),
-    (
-        shown(
-            f"{TORCH}/distributed/distributed_c10d.py:5 all_to_all_single", "/src/drumline/parallel.py:157 _exchange"
-        ),
-        "exchange",
-        "the sum of the gradients (all_to_all_single, parallel.py:157)",
-    ),
-    (
-        shown("/src/drumline/cluster.py:124 gather", "/src/drumline/guard.py:170 compare_replicas"),
-        "exchange",
-        "the comparison of the weights (word from the other ranks, guard.py:170)",
-    ),
-    (
-        shown("/src/drumline/cluster.py:124 gather", "/home/me/mine.py:9 agree"),
-        "starting",
-        "word from the other ranks (mine.py:9)",
-    ),
-    (
-        shown(
-            f"{TORCH}/nn/parallel/distributed.py:2100 _distributed_broadcast_coalesced",
-            f"{TORCH}/nn/parallel/distributed.py:1890 forward",
-            "/src/drumline/pretrain.py:58 token_objective",
-        ),
-        "compute",
-        "the handing out of rank 0's statistics (broadcast, pretrain.py:58)",
-    ),
-    (
-        shown(f"{TORCH}/cuda/streams.py:231 synchronize", "/src/drumline/step.py:139 read"),
-        "exchange",
-        "the sums of gradients and losses on its device (synchronize, step.py:139)",
-    ),
-    (
-        shown(f"{TORCH}/distributed/distributed_c10d.py:5 barrier", "/home/me/mine.py:9 meet"),
-        "data",
-        "barrier (mine.py:9)",
-    ),
-    (LOOP, "data", ""),
-]
 
 
-@pytest.mark.parametrize(("stack", "phase", "awaited"), WAITS)
-def test_what_a_rank_waits_in_is_said_in_words(stack: str, phase: str, awaited: str) -> None:
-    ends = [End(0, 10, None, 12, phase=phase), End(1, 11, None, 12, phase="data")]
+@pytest.mark.parametrize("stack", [IN_BACKWARD, LOOP, ""])
+@pytest.mark.parametrize("mangled", [False, True])
+def test_what_a_rank_waits_in_is_what_it_says_whatever_functions_are_called(stack: str, mangled: bool) -> None:
+    if mangled:
+        stack = re.sub(r" in \S+$", " in renamed", stack, flags=re.MULTILINE)
+    ends = [End(0, 10, None, 12, phase="exchange", waits_for=GRADIENTS), End(1, 11, None, 12, phase="data")]
     hang = Hang(1, "data", 12, 2.0, frozen=False)
     (other,) = hang_cause(hang, ends, stopped=False, stacks={0: stack, 1: LOOP}).others
-    if awaited:
-        assert other == f"rank 0 (process 10) waits in {awaited} at step 12"
-    else:
-        assert other.startswith("rank 0 (process 10) still ran at step 12, in ")
+    assert other == "rank 0 (process 10) waits in the sum of the gradients at step 12"
+
+
+@pytest.mark.parametrize(
+    ("stack", "other"),
+    [
+        (IN_BARRIER, "waits in barrier (mine.py:9) at step 12"),
+        (IN_STATISTICS, "waits in _distributed_broadcast_coalesced (step.py:58) at step 12"),
+        (IN_BACKWARD, "still ran at step 12, in __call__ (step.py:97)"),  # its own part of backward
+        (LOOP, "still ran at step 12, in forever (data.py:7)"),
+    ],
+)
+def test_code_that_does_not_say_what_it_waits_for_waits_in_a_call_of_torch_distributed(stack: str, other: str) -> None:
+    ends = [End(0, 10, None, 12, phase="data"), End(1, 11, None, 12, phase="data")]
+    cause = hang_cause(Hang(1, "data", 12, 2.0, frozen=False), ends, stopped=False, stacks={0: stack, 1: LOOP})
+    assert cause.others == (f"rank 0 (process 10) {other}",)
 
 
 def test_of_ranks_that_came_equally_far_the_one_that_does_not_wait_is_named() -> None:
-    ends = [End(rank, 10 + rank, None, 12, phase="exchange") for rank in range(3)]
+    ends = [End(rank, 10 + rank, None, 12, phase="exchange", waits_for=GRADIENTS) for rank in range(3)]
     hang, busy = Hang(0, "exchange", 12, 9.0, frozen=False), shown("/home/me/optim.py:3 step")
-    found = blame(hang, ends, {0: IN_BACKWARD, 1: busy, 2: IN_LOSSES})
-    assert found is not None and found.rank == 1
-    assert blame(hang, ends, dict.fromkeys(range(3), IN_LOSSES)) is None
-    cause = hang_cause(hang, ends, stopped=False, stacks=dict.fromkeys(range(3), IN_LOSSES), all_wait=True)
-    assert "was waiting, as all ranks here, for 9 s in exchange at step 12, in the sum of the losses" in cause.line
+    blamed = blame(hang, [ends[0], replace(ends[1], waits_for=""), ends[2]], {1: busy})
+    assert blamed is not None and blamed.rank == 1
+    assert blame(hang, ends, {}) is None
+    cause = hang_cause(hang, ends, stopped=False, stacks={}, all_wait=True)
+    assert cause.line.endswith(
+        "was waiting, as all ranks here, for 9 s in exchange at step 12, in the sum of the gradients"
+    )
 
 
 def test_the_report_has_the_rank_its_place_and_every_stack_without_idle_threads() -> None:
-    ends = [End(0, 10, None, 12, phase="exchange"), End(1, 11, None, 12, phase="data")]
+    ends = [End(0, 10, None, 12, phase="exchange", waits_for=GRADIENTS), End(1, 11, None, 12, phase="data")]
     hang = Hang(1, "data", 12, 61.0, frozen=False)
     cause = hang_cause(hang, ends, stopped=False, stacks={0: IN_BACKWARD, 1: LOOP})
     assert cause.line.startswith("rank 1 on ") and cause.line.endswith(
@@ -124,7 +105,7 @@ def test_the_report_has_the_rank_its_place_and_every_stack_without_idle_threads(
     assert cause.details[0].startswith("rank 0 (process 10) waits in the sum of the gradients")
     report = "\n".join(cause.details)
     assert "rank 0:\n" in report and "rank 1:\n" in report and " in forever" in report
-    assert "_worker" not in report and "forked.py" not in report
+    assert "_worker" not in report and "rank_process.py" not in report
 
 
 def test_a_rank_that_exits_early_is_the_cause_and_not_those_that_lost_it() -> None:
@@ -148,11 +129,12 @@ def test_a_host_whose_ranks_lost_their_peer_adds_what_they_waited_in() -> None:
         "RuntimeError: Connection closed by peer"
     )
     lost = {"exception": "RuntimeError: Connection closed by peer", "traceback": trace, "time": 5.0, "host": "here"}
-    cause = told_by_another({**told, "others": list(told["others"])}, [End(0, 10, 70, 12, lost, "exchange")])
+    cause = cause_of_another_host(
+        {**told, "others": list(told["others"])}, [End(0, 10, 70, 12, lost, "exchange", GRADIENTS)]
+    )
     assert cause.rank == 1 and " in forever" in cause.trace and trace in cause.trace
     assert cause.others[-1].endswith(
-        "rank 0 (process 10) lost its connection at step 12, "
-        "waiting in the sum of the gradients (all_reduce in backward, step.py:97)"
+        "rank 0 (process 10) lost its connection at step 12, waiting in the sum of the gradients"
     )
 
 
@@ -229,18 +211,18 @@ class FakeRanks:
 def supervisor(tmp_path: Path) -> Iterator[Callable[..., tuple[Supervisor, FakeRanks]]]:
     made: list[Supervisor] = []
 
-    def make(phases: dict[int, str], codes: dict[int, int | None], stacks: dict[int, str]) -> Any:
+    def make(
+        phases: dict[int, str], codes: dict[int, int | None], stacks: dict[int, str], waits_for: Sequence[str] = ()
+    ) -> Any:
         spec = WorkerSpec("rank", len(codes), Meeting(), entrypoint=print, args=(), max_restarts=0)
         made.append(Supervisor(spec, Meeting(), max_restarts=0, limit_s=5.0))
         ranks: Any = FakeRanks(tmp_path, codes, stacks)
-        made[-1]._folder, made[-1]._ranks = tmp_path, ranks
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(ATTEMPT, str(tmp_path))
-            for rank, phase in phases.items():
-                patch.setenv("RANK", str(rank))
-                pulse = Pulse.start()
-                pulse._ended.set()
-                pulse.at(phase, 12)
+        made[-1]._attempt, made[-1]._ranks = Attempt(tmp_path), ranks
+        for rank, phase in phases.items():
+            pulse = Pulse()
+            pulse.start(Attempt(tmp_path), rank)
+            pulse._ended.set()
+            pulse.at(phase, 12, waits_for=waits_for[rank] if waits_for else "")
         return made[-1], ranks
 
     yield make
@@ -251,7 +233,8 @@ def supervisor(tmp_path: Path) -> Iterator[Callable[..., tuple[Supervisor, FakeR
 def test_a_host_whose_ranks_all_wait_leaves_it_to_another_to_name_the_rank_for_a_while(
     supervisor: Callable[..., tuple[Supervisor, FakeRanks]],
 ) -> None:
-    waiting, ranks = supervisor({0: "exchange", 1: "exchange"}, {0: None, 1: None}, {0: IN_BACKWARD, 1: IN_BACKWARD})
+    phases, run = {0: "exchange", 1: "exchange"}, {0: None, 1: None}
+    waiting, ranks = supervisor(phases, run, {0: IN_BACKWARD, 1: IN_BACKWARD}, waits_for=[GRADIENTS, GRADIENTS])
     group: Any = waiting._worker_group
     group.group_world_size = 2
     waiting._hang = Hang(0, "exchange", 12, 9.0, frozen=False)
@@ -260,7 +243,7 @@ def test_a_host_whose_ranks_all_wait_leaves_it_to_another_to_name_the_rank_for_a
         assert not ranks.killed
     assert ranks.killed and "waiting, as all ranks here" in cause.line
 
-    alone, ranks = supervisor({0: "exchange", 1: "exchange"}, {0: None, 1: None}, {0: IN_BACKWARD, 1: LOOP})
+    alone, ranks = supervisor(phases, run, {0: IN_BACKWARD, 1: LOOP}, waits_for=[GRADIENTS, ""])
     alone._hang = Hang(0, "exchange", 12, 9.0, frozen=False)
     cause = alone._name_the_hang()
     assert isinstance(cause, Cause) and cause.rank == 1 and ranks.killed
@@ -284,7 +267,7 @@ def test_a_host_whose_only_rank_exits_early_has_not_succeeded(
 
 def test_only_what_is_shown_after_it_was_asked_for_is_read(tmp_path: Path) -> None:
     (tmp_path / "stack-0").write_text(LOOP)
-    stacks = Stacks(tmp_path, [0, 1])
+    stacks = Stacks(Attempt(tmp_path), [0, 1])
     assert stacks.read() == {0: "", 1: ""}
     with (tmp_path / "stack-0").open("a") as file:
         file.write(IN_BACKWARD)

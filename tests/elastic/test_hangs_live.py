@@ -92,9 +92,7 @@ def test_each_way_to_stand_still_or_leave_is_named_and_the_run_goes_on_to_its_en
     )
     assert done.returncode == 0, done.stderr
     told = done.stderr
-    waits = (
-        r"\nrank 0 \(process \d+\) waits in the sum of the gradients \(all_reduce in backward, step.py:\d+\) at step "
-    )
+    waits = r"\nrank 0 \(process \d+\) waits in the sum of the gradients at step "
     rank_1 = r"rank 1 on \S+ \(process \d+\) "
     for report in (
         r"was without progress for \d+ s in data at step \d+, in loop_for_ever \(work.py:\d+\); starting .*" + waits,
@@ -154,7 +152,5 @@ def test_a_rank_that_hangs_on_another_host_is_named_on_both_and_the_run_goes_on(
         )
         assert named and not re.search(r"rank 0 on host-a \(process \d+\) (was|lost)", each.said), each.said
         assert 'stuck.py", line' in each.said, each.said
-    waited = (
-        r"on host-a: rank 0 \(process \d+\) lost its connection at step \d+, waiting in the sum of the gradients \("
-    )
+    waited = r"on host-a: rank 0 \(process \d+\) lost its connection at step \d+, waiting in the sum of the gradients"
     assert re.search(waited, both[0].said), both[0].said

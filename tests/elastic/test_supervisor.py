@@ -22,7 +22,7 @@ WORK = """
 import os, signal, sys, time
 import torch
 import torch.distributed as dist
-from drumline.parallel.heartbeat import Pulse
+from drumline.parallel.heartbeat import own_pulse
 from drumline.elastic.launch import start_ranks
 
 def act(kind, rank, step):
@@ -40,7 +40,7 @@ def work(kind, steps):
     rank, asked = int(os.environ["RANK"]), []
     dist.init_process_group("gloo")
     signal.signal(signal.SIGTERM, lambda signum, frame: asked.append(signum))
-    pulse = Pulse.start()
+    pulse = own_pulse()
     for step in range(steps):
         pulse.at("data", step)
         act(kind, rank, step)

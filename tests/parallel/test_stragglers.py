@@ -84,9 +84,7 @@ def a_pace(told: list[dict[str, Any]]) -> Pace:
     for rank in (1, 2):
         store.set(f"drumline/0/{rank}", '"host-b"')
     world = World(Place(rank=0, size=3), torch.device("cpu"), store)
-    return Pace(
-        world, BatchPlan(1, 3), Pulse(None), tell=lambda message, event: told.append({**event, "message": message})
-    )
+    return Pace(world, BatchPlan(1, 3), Pulse(), tell=lambda message, event: told.append({**event, "message": message}))
 
 
 def test_a_straggler_is_told_once_again_when_it_changes_and_when_it_is_over() -> None:
@@ -122,7 +120,7 @@ def test_a_straggler_is_told_once_again_when_it_changes_and_when_it_is_over() ->
 
 def test_a_single_rank_measures_and_says_nothing() -> None:
     told: list[Any] = []
-    pace = Pace(World(Place(), torch.device("cpu")), BatchPlan(1, 1), Pulse(None), tell=lambda *said: told.append(said))
+    pace = Pace(World(Place(), torch.device("cpu")), BatchPlan(1, 1), Pulse(), tell=lambda *said: told.append(said))
     assert pace.begin(0) is None
     for step in range(3 * WINDOW):
         pace.compare(step, ())

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from drumline.checkpoint.storage import SUFFIX, FileFacts, kind_of, read_tensors, stored_shapes
 from drumline.errors import CheckpointError
 from drumline.files import CHECKPOINT_PREFIX, RunFolder, file_sha256, flush
-from drumline.parallel import World
+from drumline.parallel import World, waiting_for
 
 RUN, MANIFEST = "run.json", "manifest.json"
 FORMAT = 2
@@ -214,7 +214,8 @@ def share(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, s
     """Give every rank the weights and optimizer state of one of them."""
     if world.store is None:
         return
-    world.broadcast(list(weights(model).values()), source=source)
+    with waiting_for("the weights of the checkpoint"):
+        world.broadcast(list(weights(model).values()), source=source)
     tensors, scalars = optimizer_state(model, optimizer) if world.rank == source else ({}, {})
     own: list[Any] = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
     shapes, scalars = world.gather([own, scalars])[source]

@@ -37,7 +37,7 @@ from drumline.checkpoint.staging import Staging
 from drumline.checkpoint.storage import FileFacts, write_tensors
 from drumline.errors import CheckpointError, DrumlineError
 from drumline.files import RunFolder
-from drumline.parallel import World
+from drumline.parallel import World, waiting_for
 from drumline.units import count
 
 _RETRY_S = (2.0, 60.0)
@@ -190,9 +190,10 @@ class Saver:
         """See to it that the last step is on the disk, however long the disk is in trouble."""
         while True:
             self.wait()
-            saved, stop = self._world.on_main(
-                lambda: [self.saved_step == state.step, give_up() and self._failures >= _LAST_TRIES]
-            )
+            with waiting_for("the writing of the last checkpoint"):
+                saved, stop = self._world.on_main(
+                    lambda: [self.saved_step == state.step, give_up() and self._failures >= _LAST_TRIES]
+                )
             if saved:
                 return
             if stop:

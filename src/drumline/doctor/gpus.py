@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from drumline.doctor.finding import Finding, State
 from drumline.doctor.machine import as_root, in_container
-from drumline.parallel import die_with_parent
+from drumline.elastic import die_with_parent
 
 if TYPE_CHECKING:  # a machine whose torch does not load is to be told so
     import torch

@@ -12,12 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drumline.elastic import newest_attempt
-from drumline.parallel import Beat, read_pulse
+from drumline.elastic import Beat, newest_attempt, read_pulse
+from drumline.parallel import Attempt
 
-_TIED = (
-    "import os, sys; from drumline import heartbeat; heartbeat.die_with_parent(); os.execv(sys.argv[1], sys.argv[1:])"
-)
+_TIED = "import os, sys, drumline.elastic; drumline.elastic.die_with_parent(); os.execv(sys.argv[1], sys.argv[1:])"
 """Start a command so that it dies with the drill."""
 _POLL_S = 0.01
 _PATIENCE_S = 60.0
@@ -85,25 +83,19 @@ class DrilledRun:
                 self._log.write(f"{time.monotonic():.3f} {host}: {text}")
                 self._log.flush()
 
-    def attempts(self) -> dict[int, Path]:
+    def attempts(self) -> dict[int, Attempt]:
         """The folder of each host's present attempt."""
-        found = {}
-        for host, launcher in enumerate(self.launchers):
-            if launcher is not None and launcher.poll() is None:
-                folder = newest_attempt(launcher.pid)
-                if folder is not None:
-                    found[host] = folder
-        return found
+        running = {
+            host: newest_attempt(launcher.pid)
+            for host, launcher in enumerate(self.launchers)
+            if launcher is not None and launcher.poll() is None
+        }
+        return {host: attempt for host, attempt in running.items() if attempt is not None}
 
     def beats(self) -> dict[int, Beat]:
         """Each rank's last sign of life in the present attempt."""
-        found = {}
-        for folder in self.attempts().values():
-            for path in folder.glob("pulse-*"):
-                rank = int(path.name.split("-")[1])
-                if (beat := read_pulse(folder, rank)) is not None:
-                    found[rank] = beat
-        return found
+        beats = {rank: read_pulse(attempt, rank) for attempt in self.attempts().values() for rank in attempt.ranks()}
+        return {rank: beat for rank, beat in beats.items() if beat is not None}
 
     def step(self) -> int:
         return max((beat.step for beat in self.beats().values()), default=0)
@@ -125,7 +117,7 @@ class DrilledRun:
             time.sleep(_POLL_S)
         return None
 
-    def wait_for_steps(self, number: int, *, ranks: int | None = None, but: Sequence[Path] = ()) -> float | None:
+    def wait_for_steps(self, number: int, *, ranks: int | None = None, but: Sequence[Attempt] = ()) -> float | None:
         """When that many steps were trained in one attempt, by `ranks` ranks, in none of the attempts `but`."""
         limit, first, attempt = time.monotonic() + _PATIENCE_S, None, None
         while time.monotonic() < limit and not self.is_over():

@@ -8,7 +8,10 @@ if TYPE_CHECKING:
     from drumline.elastic.diagnosis import is_to_tell
     from drumline.elastic.launch import launch_training, ranks_to_start, start_ranks, train_here
     from drumline.elastic.leader import is_here
+    from drumline.elastic.lifetime import die_with_parent
     from drumline.elastic.rank_process import start_server
     from drumline.elastic.supervisor import newest_attempt
+    from drumline.elastic.torchrun import under_torchrun
+    from drumline.elastic.watch import Beat, read_pulse
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

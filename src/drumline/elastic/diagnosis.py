@@ -2,12 +2,13 @@
 
 When one rank dies the others lose their connection to it and die too, so that most of what a crash prints is about its
 consequences. A rank writes its exception into the attempt's folder; the supervisor adds signals, exit codes and hangs,
-and picks the one that the others follow from. Of a hang, the ranks' stacks tell who only waits for the others, and what
-for.
+and picks the one that the others follow from. Of a hang, ranks have said themselves who only waits for the others, and
+what for; their stacks are shown.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -21,7 +22,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from drumline.parallel import ATTEMPT, Beat, Hang, has_promised_an_ending, read_pulse
+from drumline.elastic.watch import Beat, Hang, read_pulse
+from drumline.parallel import Attempt, Pulse
 
 Kind = Literal["hang", "signal", "exception", "exit", "lost peer"]
 
@@ -33,22 +35,11 @@ _SYMPTOMS = re.compile(
 """What a rank says whose peer is gone."""
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
-_PURPOSES = {
-    ("step", "__call__"): "the sum of the gradients",
-    ("parallel", "_exchange"): "the sum of the gradients",
-    ("parallel", "accumulate"): "the sum of the losses",
-    ("step", "read"): "the sums of gradients and losses on its device",
-    ("evaluate", "evaluate"): "the sum of the held-out losses",
-    ("guard", "compare_replicas"): "the comparison of the weights",
-    ("guard", "_culprits"): "the search for whose loss is not finite",
-    ("loop", "_compare_replicas"): "the handing out of rank 0's statistics",
-    ("agreement", "compare"): "the comparison of versions, settings and data",
-    ("checkpoints", "share"): "the handing out of the checkpoint",
-    ("resume", "resume"): "the agreement on where to go on",
-    ("saver", "finish"): "the writing of the last checkpoint",
-    ("distributed", "_distributed_broadcast_coalesced"): "the handing out of rank 0's statistics",
-}
-"""What ranks do together, by the function that waits for it."""
+_TORCH_DISTRIBUTED = ("torch", "distributed", "distributed_c10d.py")
+_TORCH_DDP = ("torch", "nn", "parallel", "distributed.py")
+_RANK_PROCESS = f'"{Path(__file__).with_name("rank_process.py")}"'
+"""Where a rank's own stack begins."""
+_PULSE = Path(inspect.getfile(Pulse))
 
 
 @dataclass(frozen=True)
@@ -60,15 +51,17 @@ class End:
     code: int | None
     """None: it still ran, and the supervisor ended it."""
     step: int | None = None
-    found: dict[str, Any] | None = None
+    said: dict[str, Any] | None = None
     """What the rank itself wrote about it."""
     phase: str = ""
+    waits_for: str = ""
+    """What it said that it waits for the other ranks in, if it does."""
     to_end: bool = False
     """Whether it was to come to its end before it exits."""
 
     @property
     def is_symptom(self) -> bool:
-        return self.found is not None and bool(_SYMPTOMS.search(self.found["exception"]))
+        return self.said is not None and bool(_SYMPTOMS.search(self.said["exception"]))
 
     @property
     def is_early(self) -> bool:
@@ -116,40 +109,38 @@ class Cause:
 
 def record_cause(error: BaseException) -> None:
     """Leave this rank's exception where the supervisor looks for it; on stderr where nobody supervises."""
-    folder, rank = os.environ.get(ATTEMPT), int(os.environ.get("RANK", "0"))
+    attempt, rank = Attempt.current(), int(os.environ.get("RANK", "0"))
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
-    if folder is None:
+    if attempt is None:
         sys.stderr.write(trace)
         return
-    beat = read_pulse(Path(folder), rank)
-    found = {
+    said = {
         "host": socket.gethostname(),
         "rank": rank,
-        "step": _step(beat),
+        "step": _step(read_pulse(attempt, rank)),
         "exception": "".join(traceback.format_exception_only(error)).strip(),
         "traceback": trace,
         "time": time.time(),
     }
-    aside = Path(folder) / f"cause-{rank}.aside"
-    aside.write_text(json.dumps(found), encoding="utf-8")
-    aside.replace(Path(folder) / f"cause-{rank}.json")
+    attempt.write(attempt.cause(rank), json.dumps(said))
 
 
-def read_end(folder: Path, rank: int, *, pid: int, code: int | None) -> End:
+def read_end(attempt: Attempt, rank: int, *, pid: int, code: int | None) -> End:
     """A rank's end, with what it left in the attempt's folder."""
-    beat = read_pulse(folder, rank)
+    beat = read_pulse(attempt, rank)
     try:
-        found = json.loads((folder / f"cause-{rank}.json").read_text(encoding="utf-8"))
+        said = json.loads(attempt.cause(rank).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        found = None
-    return End(rank, pid, code, _step(beat), found, beat.phase if beat else "", has_promised_an_ending(folder))
+        said = None
+    phase, waits_for = (beat.phase, beat.waits_for) if beat else ("", "")
+    return End(rank, pid, code, _step(beat), said, phase, waits_for, to_end=attempt.to_end.exists())
 
 
 def first_cause(ends: Sequence[End]) -> Cause:
     """The end that the others follow from: a signal, then an exception of its own or an exit before the run's end, then
     whoever lost a peer first."""
     failed = [end for end in ends if end.code not in (0, None) or end.is_early] or list(ends)
-    first = min(failed, key=lambda end: (end.is_symptom, (end.code or 0) >= 0, end.found["time"] if end.found else 0))
+    first = min(failed, key=lambda end: (end.is_symptom, (end.code or 0) >= 0, end.said["time"] if end.said else 0))
     return _cause(first, others=tuple(_brief(end) for end in ends if end is not first))
 
 
@@ -160,8 +151,8 @@ def blame(hang: Hang, ends: Sequence[End], stacks: dict[int, str]) -> Hang | Non
     """
     if hang.frozen:
         return hang
-    least_far = [end.rank for end in ends if (end.step, end.phase) == (hang.step, hang.phase)]
-    busy = [rank for rank in least_far if not _awaited(stacks.get(rank, ""), hang.phase)]
+    least_far = [end for end in ends if (end.step, end.phase) == (hang.step, hang.phase)]
+    busy = [end.rank for end in least_far if not _awaited(end, stacks.get(end.rank, ""))]
     return replace(hang, rank=hang.rank if hang.rank in busy else busy[0]) if busy else None
 
 
@@ -171,7 +162,7 @@ def hang_cause(
     """The rank that held up the others, with every stack that could be had."""
     how = "stopped (SIGSTOP)" if stopped else "frozen" if hang.frozen else "without progress"
     end = next(end for end in ends if end.rank == hang.rank)
-    awaited = _awaited(stacks.get(hang.rank, ""), hang.phase)
+    stack = stacks.get(hang.rank, "")
     return Cause(
         host=socket.gethostname(),
         rank=hang.rank,
@@ -181,20 +172,20 @@ def hang_cause(
         what=f"{'waiting, as all ranks here,' if all_wait else how} for {hang.idle_s:.0f} s in {hang.phase}",
         trace="\n".join(f"rank {rank}:\n{_trimmed(stack)}" for rank, stack in stacks.items() if stack),
         others=tuple(_brief(other, stacks.get(other.rank, "")) for other in ends if other is not end),
-        place=awaited if all_wait else _innermost(stacks.get(hang.rank, "")),
+        place=_awaited(end, stack) if all_wait else _innermost(stack),
     )
 
 
-def told_by_another(found: dict[str, Any], ends: Sequence[End]) -> Cause:
-    """The cause that another host found, with what the ranks here, which lost their peers by it, waited in."""
+def cause_of_another_host(shared: dict[str, Any], ends: Sequence[End]) -> Cause:
+    """The cause that another host named, with what the ranks here, which lost their peers by it, waited for."""
     host = socket.gethostname()
     lost = [end for end in ends if end.is_symptom]
-    stacks = [f"rank {end.rank} on {host}:\n{(end.found or {})['traceback']}" for end in lost]
+    stacks = [f"rank {end.rank} on {host}:\n{(end.said or {})['traceback']}" for end in lost]
     return Cause(
         **{
-            **found,
-            "others": (*found["others"], *(f"on {host}: {_brief(end)}" for end in lost)),
-            "trace": "\n".join([found["trace"], *stacks]) if found["kind"] == "hang" else found["trace"],
+            **shared,
+            "others": (*shared["others"], *(f"on {host}: {_brief(end)}" for end in lost)),
+            "trace": "\n".join([shared["trace"], *stacks]) if shared["kind"] == "hang" else shared["trace"],
         }
     )
 
@@ -212,13 +203,15 @@ def _step(beat: Beat | None) -> int | None:
 def _trimmed(stacks: str) -> str:
     """The threads that do a rank's work, from where they are up to where the rank was called."""
     threads = [thread for thread in stacks.strip().split("\n\n") if not _is_idle(thread)]
-    return "\n".join(thread.partition('/drumline/forked.py"')[0].rpartition("\n")[0] for thread in threads)
+    return "\n".join(thread.partition(_RANK_PROCESS)[0].rpartition("\n")[0] for thread in threads)
 
 
 def _is_idle(thread: str) -> bool:
     """A thread that ticks, one of a pool that has nothing to do, or one that only begins."""
     frames = _frames(thread)
-    return not frames or "_keep_ticking" in thread or frames[0][0].parts[-3:-1] == ("concurrent", "futures")
+    own = [frame for frame in frames if not _is_library(frame[0].parts)]
+    ticks = bool(own) and own[0][0] == _PULSE
+    return not frames or ticks or frames[0][0].parts[-3:-1] == ("concurrent", "futures")
 
 
 def _frames(stack: str) -> list[tuple[Path, int, str]]:
@@ -227,37 +220,21 @@ def _frames(stack: str) -> list[tuple[Path, int, str]]:
         threads = [stack.rpartition("most recent call last")[2]]
     else:
         threads = stack.strip().split("\n\n")
-    thread = next((thread for thread in threads if '/drumline/forked.py"' in thread), threads[-1])
-    found = [(Path(path), int(line), function) for path, line, function in _FRAME.findall(thread)]
-    return found[::-1] if "most recent call last" in stack else found
+    thread = next((thread for thread in threads if _RANK_PROCESS in thread), threads[-1])
+    frames = [(Path(path), int(line), function) for path, line, function in _FRAME.findall(thread)]
+    return frames[::-1] if "most recent call last" in stack else frames
 
 
-def _awaited(stack: str, phase: str) -> str:
-    """What a rank waits for the others in, by its stack and its phase; nothing if it does not wait."""
+def _awaited(end: End, stack: str) -> str:
+    """What a rank waits for the others in, in its own words; nothing if it does not wait."""
+    if end.waits_for:
+        return end.waits_for
+    # Code that is not ours does not say it: then it is a call of torch.distributed that has not come back.
     frames = _frames(stack)
-    call = _call(frames, phase)
-    if call is None:
+    if not frames or not {_TORCH_DISTRIBUTED, _TORCH_DDP} & {frames[0][0].parts[-3:], frames[0][0].parts[-4:]}:
         return ""
-    beyond = [frame for frame in frames if "torch" not in frame[0].parts and frame[0].name != "cluster.py"]
-    path, line, _ = (beyond or frames)[0]
-    purpose = next((found for file, _, name in frames if (found := _PURPOSES.get((file.stem, name)))), "")
-    return f"{purpose} ({call}, {path.name}:{line})" if purpose else f"{call} ({path.name}:{line})"
-
-
-def _call(frames: Sequence[tuple[Path, int, str]], phase: str) -> str | None:
-    """The call in which a stack waits for other ranks; None: it does not."""
-    if not frames:
-        return None
-    path, _, function = frames[0]
-    if path.parts[-2:] == ("drumline", "cluster.py"):
-        return "word from the other ranks"  # at the store, where they leave it
-    if path.parts[-3:] == ("torch", "distributed", "distributed_c10d.py"):
-        return function
-    if function == "_distributed_broadcast_coalesced":
-        return "broadcast"
-    if function == "_engine_run_backward" and phase == "exchange":
-        return "all_reduce in backward"  # torch adds gradients up there, and this rank's own part is over
-    return "synchronize" if (path.name, function) == ("streams.py", "synchronize") and phase == "exchange" else None
+    path, line, _ = next((frame for frame in frames if "torch" not in frame[0].parts), frames[0])
+    return f"{frames[0][2]} ({path.name}:{line})"
 
 
 def _innermost(stack: str) -> str:
@@ -274,15 +251,15 @@ def _is_library(parts: Sequence[str]) -> bool:
 
 def _cause(end: End, others: tuple[str, ...]) -> Cause:
     kind, what = _what(end)
-    found = end.found or {}
+    said = end.said or {}
     return Cause(
-        host=found.get("host", socket.gethostname()),
+        host=said.get("host", socket.gethostname()),
         rank=end.rank,
         pid=end.pid,
         step=end.step,
         kind=kind,
         what=what,
-        trace=found.get("traceback", ""),
+        trace=said.get("traceback", ""),
         others=others,
     )
 
@@ -290,14 +267,14 @@ def _cause(end: End, others: tuple[str, ...]) -> Cause:
 def _what(end: End) -> tuple[Kind, str]:
     if end.code is not None and end.code < 0:
         return "signal", signal.Signals(-end.code).name
-    if end.found is not None:
-        return ("lost peer" if end.is_symptom else "exception"), end.found["exception"]
+    if end.said is not None:
+        return ("lost peer" if end.is_symptom else "exception"), end.said["exception"]
     return "exit", str(end.code)
 
 
 def _brief(end: End, stack: str = "") -> str:
     at = "" if end.step is None else f" at step {end.step:,}"
-    awaited = _awaited(stack or (end.found or {}).get("traceback", ""), end.phase)
+    awaited = _awaited(end, stack or (end.said or {}).get("traceback", ""))
     who = f"rank {end.rank} (process {end.pid})"
     if end.code is None:
         place = _innermost(stack)

@@ -18,8 +18,9 @@ from typing import Any
 import psutil
 
 from drumline.elastic.diagnosis import is_to_tell, record_cause
+from drumline.elastic.lifetime import die_with_parent
 from drumline.errors import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError
-from drumline.parallel import Pulse, die_with_parent
+from drumline.parallel import Attempt, own_pulse
 from drumline.report import flush_console, tell
 from drumline.signals import blocked, start_afresh
 
@@ -154,7 +155,8 @@ def _rank(environ: dict[str, str], work: Callable[..., Any], args: tuple[Any, ..
     from drumline.parallel import leave
 
     torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
-    Pulse.start()
+    if attempt := Attempt.current():
+        own_pulse().start(attempt, int(environ["RANK"]))
     code = _outcome(work, args)
     if code in (0, EXIT_STOPPED):
         leave()  # others may still read what this rank keeps

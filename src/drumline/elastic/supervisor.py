@@ -29,12 +29,13 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from drumline.elastic.diagnosis import Cause, End, blame, first_cause, hang_cause, read_end, told_by_another
+from drumline.elastic.diagnosis import Cause, End, blame, cause_of_another_host, first_cause, hang_cause, read_end
 from drumline.elastic.rank_process import Ranks, end_server, start_server
 from drumline.elastic.rendezvous import Meeting
+from drumline.elastic.watch import Beat, Hang, Stacks, Watch, read_pulse, read_run_dir
 from drumline.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError, RunLostError
 from drumline.files import RunFolder
-from drumline.parallel import ATTEMPT, Beat, Hang, Stacks, Watch, attempt_name, read_pulse, read_run_dir
+from drumline.parallel import ATTEMPT, Attempt
 from drumline.signals import SHOW_STACKS, counting
 
 _POLL_S = 0.05
@@ -67,7 +68,7 @@ class Supervisor(SimpleElasticAgent):
         self._max_restarts = max_restarts
         self._limit_s = limit_s
         self._scratch = _scratch()
-        self._folder = self._scratch
+        self._attempt = Attempt(self._scratch)
         self._ranks = Ranks()
         self._watch = Watch(limit_s)
         self._hang: Hang | None = None
@@ -121,8 +122,8 @@ class Supervisor(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec = worker_group.spec
         self._attempts += 1
-        self._folder = self._scratch / attempt_name(self._attempts)
-        self._folder.mkdir()
+        self._attempt = Attempt.numbered(self._scratch, self._attempts)
+        self._attempt.folder.mkdir()
         self._ranks, self._watch = Ranks(), Watch(self._limit_s)
         self._hang = self._asked_s = None
         self._excused = 0
@@ -144,7 +145,7 @@ class Supervisor(SimpleElasticAgent):
                 "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
                 "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
                 "TORCHELASTIC_USE_AGENT_STORE": False,
-                ATTEMPT: self._folder,
+                ATTEMPT: self._attempt.folder,
             }
             environ = {
                 "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -240,7 +241,7 @@ class Supervisor(SimpleElasticAgent):
         codes, pid = self._ranks.codes(), self._ranks.pid(self._hang.rank)
         stopped = _process_state(pid) == psutil.STATUS_STOPPED
         ends = self._ends(codes)
-        shown = Stacks(self._folder, [rank for rank, code in codes.items() if code is None])
+        shown = Stacks(self._attempt, [rank for rank, code in codes.items() if code is None])
         self._ranks.send(SHOW_STACKS)
         shown.wait(but=self._hang.rank if stopped else None)
         if stopped:  # it shows its stack as soon as it goes on, and is ended right after
@@ -262,8 +263,8 @@ class Supervisor(SimpleElasticAgent):
             return cause
         if cause is None and self._meeting.change() in ("left", "cut off"):
             return None  # who would tell is gone
-        found = self._meeting.shared(wait=cause is not None)
-        return told_by_another(found, self._ends(self._ranks.codes())) if found else cause
+        shared = self._meeting.shared(wait=cause is not None)
+        return cause_of_another_host(shared, self._ends(self._ranks.codes())) if shared else cause
 
     def _after_crash(self, cause: Cause) -> None:
         """Say why; RunLostError if there is no use in starting again."""
@@ -292,20 +293,20 @@ class Supervisor(SimpleElasticAgent):
         return EXIT_INTERRUPTED
 
     def _ends(self, codes: dict[int, int | None]) -> list[End]:
-        return [read_end(self._folder, rank, pid=self._ranks.pid(rank), code=code) for rank, code in codes.items()]
+        return [read_end(self._attempt, rank, pid=self._ranks.pid(rank), code=code) for rank, code in codes.items()]
 
     def _beats(self) -> dict[int, Beat]:
-        found = {rank: read_pulse(self._folder, rank) for rank, code in self._ranks.codes().items() if code is None}
-        return {rank: beat for rank, beat in found.items() if beat is not None}
+        beats = {rank: read_pulse(self._attempt, rank) for rank, code in self._ranks.codes().items() if code is None}
+        return {rank: beat for rank, beat in beats.items() if beat is not None}
 
     def _run_dir(self) -> Path | None:
-        return read_run_dir(self._folder)
+        return read_run_dir(self._attempt)
 
     def _farthest(self) -> int:
         """The largest step that a rank reached in this attempt, or that the run folder knows of."""
         path = self._run_dir()
         saved = RunFolder(path).read_status().get("step", -1) if path else -1
-        beats = [read_pulse(self._folder, rank) for rank in self._ranks.codes()]
+        beats = [read_pulse(self._attempt, rank) for rank in self._ranks.codes()]
         return max([int(saved), *(beat.step for beat in beats if beat is not None)])
 
     def _write_status(self, state: str, cause: Cause) -> None:
@@ -358,10 +359,10 @@ def _scratch() -> Path:
     return Path(tempfile.mkdtemp(prefix=f"drumline-{os.getpid()}-", dir=where))
 
 
-def newest_attempt(launcher_pid: int) -> Path | None:
-    """The folder of the present attempt of a launcher on this host, for whoever watches it from outside."""
-    attempts = [path for where in _SCRATCH for path in where.glob(f"drumline-{launcher_pid}-*/attempt-*")]
-    return max(attempts, key=lambda path: int(path.name.split("-")[1]), default=None)
+def newest_attempt(launcher_pid: int) -> Attempt | None:
+    """The present attempt of a launcher on this host, for whoever watches it from outside."""
+    folders = [path for where in _SCRATCH for path in where.glob(f"drumline-{launcher_pid}-*/attempt-*")]
+    return max(map(Attempt, folders), key=lambda attempt: attempt.number, default=None)
 
 
 def _process_state(pid: int) -> str:

@@ -26,8 +26,8 @@ from typing import Any
 import psutil
 
 import drumline
+from drumline.elastic import die_with_parent
 from drumline.errors import EXIT_INTERRUPTED, EXIT_USER
-from drumline.parallel import die_with_parent
 from drumline.signals import counting
 
 MARK = "\x1edrumline "

@@ -14,6 +14,7 @@ import torch
 import drumline
 from drumline.config import TrainConfig, names_with
 from drumline.errors import DrumlineError
+from drumline.parallel.heartbeat import waiting_for
 from drumline.parallel.world import World
 
 
@@ -45,7 +46,8 @@ def digest(value: str | None) -> str:
 
 def compare(world: World, facts: dict[str, Any]) -> None:
     """Stop the run on every rank if the ranks differ in any of these facts."""
-    everyone = world.gather({"host": socket.gethostname(), **{name: str(value) for name, value in facts.items()}})
+    with waiting_for("the comparison of versions, settings and data"):
+        everyone = world.gather({"host": socket.gethostname(), **{name: str(value) for name, value in facts.items()}})
     differing = [name for name in facts if len({each[name] for each in everyone}) > 1]
     if not differing:
         return

@@ -150,7 +150,7 @@ class Pace:
         if self._stopwatch is None:
             return None
         self._began_s = time.perf_counter()
-        return self._stopwatch.start(partial(self._pulse.at, "exchange", step))
+        return self._stopwatch.start(partial(self._pulse.at, "exchange", step, waits_for="the sum of the gradients"))
 
     def compare(self, step: int, work_s: Sequence[float]) -> None:
         """A step is done, `step` of them by now: what each rank's own work took."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from drumline.data import BatchPlan
+from drumline.parallel.heartbeat import waiting_for
 from drumline.parallel.stragglers import Stopwatch
 from drumline.parallel.world import World
 
@@ -100,7 +101,9 @@ class Ddp:
         for number, batch in enumerate(micro_batches):
             with contextlib.nullcontext() if number == self._last else self._ddp.no_sync():
                 losses.append(backward(self._ddp, batch))
-        return self._world.sum(message(torch.stack(losses).sum(), votes, watch))
+        own = message(torch.stack(losses).sum(), votes, watch)
+        with waiting_for("the sum of the losses"):
+            return self._world.sum(own)
 
 
 class Bitwise:
@@ -160,14 +163,17 @@ class Bitwise:
             padded = torch.nn.functional.pad(vector, (0, slice_length * size - length))
             sent[:, number] = padded.view(size, slice_length)
         received = torch.empty_like(sent)  # (rank that computed it, its block, my slice)
-        dist.all_to_all_single(received, sent)
+        with waiting_for("the sum of the gradients"):
+            dist.all_to_all_single(received, sent)
         mine = {
             block: received[rank, number]
             for rank, blocks in enumerate(self._blocks)
             for number, block in enumerate(blocks)
         }
         total = sent.new_empty(size * slice_length)
-        dist.all_gather(list(total.view(size, slice_length).unbind()), _finish(mine))
+        finished = _finish(mine)
+        with waiting_for("the sum of the gradients"):
+            dist.all_gather(list(total.view(size, slice_length).unbind()), finished)
         return total[:length]
 
 

@@ -30,6 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from drumline.config import Backend, Device
 from drumline.errors import ConfigError, DrumlineError
 from drumline.parallel.hardware import fix_arithmetic, pick_device, quicken_pinning
+from drumline.parallel.heartbeat import waiting_for, working
 
 T = TypeVar("T")
 
@@ -128,7 +129,8 @@ class World:
         turn = next(self._turn)
         self.store.set(f"drumline/{turn}/{self.rank}", json.dumps(value))
         keys = [f"drumline/{turn}/{rank}" for rank in range(self.size)]
-        self.store.wait(keys, _PATIENCE)
+        with waiting_for("word from the other ranks"):
+            self.store.wait(keys, _PATIENCE)
         return [json.loads(self.store.get(key)) for key in keys]
 
     def together(self, work: Callable[[], T]) -> T:
@@ -174,20 +176,23 @@ class World:
         if self.store is not None:
             for tensor in tensors:
                 there = tensor if tensor.device == self.device else tensor.to(self.device)
-                dist.broadcast(there, source)
+                with waiting_for(f"the tensors of rank {source}"):
+                    dist.broadcast(there, source)
                 if there is not tensor:
                     tensor.copy_(there)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, on each of them."""
         if self.store is not None:
-            dist.all_reduce(tensor)
+            with waiting_for("a sum over all ranks"):
+                dist.all_reduce(tensor)
         return tensor
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, DrumlineError | None]:
     try:
-        return work(), None
+        with working():
+            return work(), None
     except DrumlineError as error:
         return None, error
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from drumline.data import TokenFile, window_batch
 from drumline.errors import DataError
-from drumline.parallel import World
+from drumline.parallel import World, waiting_for
 from drumline.train.step import Objective, Precision, to_device
 
 
@@ -70,7 +70,9 @@ def evaluate(
     model.train(was_training)
     if world is not None:
         device = torch.float64 if precision.device.type != "mps" else torch.float32
-        nats, total_counted = world.sum(torch.tensor([nats, counted], dtype=device, device=precision.device)).tolist()
+        own = torch.tensor([nats, counted], dtype=device, device=precision.device)
+        with waiting_for("the sum of the held-out losses"):
+            nats, total_counted = world.sum(own).tolist()
         counted = round(total_counted)
     loss = nats / counted
     bits = loss / math.log(2) * len(tokens) / tokens.text_bytes if tokens.text_bytes else None

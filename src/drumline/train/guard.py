@@ -22,7 +22,7 @@ from drumline.checkpoint import weights
 from drumline.config import OnNonfinite
 from drumline.data import Batches
 from drumline.errors import EXIT_CRASHED, RunLostError, TrainingError
-from drumline.parallel import World
+from drumline.parallel import World, waiting_for
 from drumline.train.step import Precision, StepResult
 
 _REMEMBERED, _ENOUGH = 64, 16
@@ -152,7 +152,8 @@ class Guard:
         share = self._batches.plan.share(self._world.rank, self._world.size)
         finite = math.isfinite(result.own_loss)
         names = [] if finite else [name for index in share for name in self._batches.names(data_step, index)]
-        told = self._world.gather([socket.gethostname(), finite, names])
+        with waiting_for("the search for whose loss is not finite"):
+            told = self._world.gather([socket.gethostname(), finite, names])
         guilty = [(rank, host, named) for rank, (host, fine, named) in enumerate(told) if not fine]
         if not guilty:
             return "in the gradient, though each rank's loss is finite", _shown(self._batches.names(data_step))
@@ -163,7 +164,9 @@ class Guard:
         """ReplicaDriftError on every rank if one has other weights than most."""
         if self._world.size == 1:
             return
-        told = self._world.gather([socket.gethostname(), replica_digest(model)])
+        digest = replica_digest(model)
+        with waiting_for("the comparison of the weights"):
+            told = self._world.gather([socket.gethostname(), digest])
         usual, agreeing = Counter(digest for _, digest in told).most_common(1)[0]
         odd = [f"rank {rank} on {host}" for rank, (host, digest) in enumerate(told) if digest != usual]
         if odd and agreeing * 2 > len(told):

@@ -23,7 +23,17 @@ from drumline.checkpoint import Retention, RunState, Saver, Snapshots, resume, v
 from drumline.data import Batches, mix
 from drumline.errors import DrumlineError, TrainingError
 from drumline.files import LineFile, RunFolder
-from drumline.parallel import Pace, Pulse, Strategy, World, is_supervised, peak_flops, peak_memory_bytes, versions
+from drumline.parallel import (
+    Pace,
+    Strategy,
+    World,
+    is_supervised,
+    own_pulse,
+    peak_flops,
+    peak_memory_bytes,
+    versions,
+    waiting_for,
+)
 from drumline.report import JsonlSink, Record, Records, Speed, forget_after
 from drumline.signals import stopping
 from drumline.train.guard import Guard, GuardRules, ReplicaDriftError, Verdict
@@ -91,7 +101,7 @@ class Loop:
         self._began = self._warm = False
         self._detours: list[list[int]] = []
         self._ahead: dict[int, Gradient] = {}
-        self.pulse = Pulse.start()
+        self.pulse = own_pulse()
 
     def run(
         self,
@@ -273,7 +283,8 @@ class Loop:
         every = self.guard_rules.check_replicas_every
         if keeps or (every and step % every == 0):
             # Each rank has statistics of its own data until the next forward, where DDP takes rank 0's; so do we.
-            self.world.broadcast(self._statistics())
+            with waiting_for("rank 0's statistics"):
+                self.world.broadcast(self._statistics())
             self._guard.compare_replicas(self.model, step)
 
     def _end(self, step: int, result: StepResult | None, saver: Saver, stop: threading.Event) -> FitResult:

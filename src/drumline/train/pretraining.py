@@ -46,12 +46,12 @@ from drumline.lazy import room
 from drumline.model import GPT, build_model, token_objective
 from drumline.optim import learning_rate, make_optimizer, scaled
 from drumline.parallel import (
-    ATTEMPT,
     World,
     allow_tf32,
     compare,
     digest,
     is_hopper,
+    is_supervised,
     join,
     leave,
     make_strategy,
@@ -60,7 +60,6 @@ from drumline.parallel import (
     settings,
     started_again,
     tell_run_dir,
-    under_torchrun,
     versions,
 )
 from drumline.report import JsonlSink, Record, Records, Sink, open_trackers, plot_loss
@@ -111,7 +110,7 @@ def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | No
         records = world.together(lambda: _open_records(config, folder, data, world))
         held.callback(records.close)
         loop = _loop(config, folder, data, batches, world, records, total_steps=total_steps)
-        records.say("\n".join([*_introduction(config, data, loop, total_steps=total_steps), *under_torchrun()]))
+        records.say("\n".join([*_introduction(config, data, loop, total_steps=total_steps), *_advice()]))
         result = loop.run(
             total_steps=total_steps,
             log_every=config.records.log_every,
@@ -302,7 +301,7 @@ def _snapshot_every(config: TrainConfig, *, total_steps: int) -> int:
     """Copies in memory are for ranks that are started again; a process that nobody starts again leaves none behind."""
     if config.run.snapshot_every is not None:
         return config.run.snapshot_every
-    restarted = ATTEMPT in os.environ or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    restarted = is_supervised() or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     return max(1, _save_every(config, total_steps=total_steps) // 10) if restarted else 0
 
 
@@ -348,6 +347,10 @@ def _introduction(config: TrainConfig, data: Data, loop: Loop, *, total_steps: i
         f"lr     {_lr_formula(config.optim, plan.sequences, muon_lr=preset(config.model.preset).muon_lr)}",
         f"steps  {total_steps:,}, which is {total_steps * plan.sequences / batches.items:.2f} epochs{short}",
     ]
+
+
+def _advice() -> list[str]:
+    return room("elastic").under_torchrun() if "TORCHELASTIC_RUN_ID" in os.environ else []
 
 
 def _lr_formula(optim: OptimConfig, sequences: int, *, muon_lr: float) -> str:

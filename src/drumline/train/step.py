@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from drumline.parallel import Stopwatch, Strategy, is_hopper
+from drumline.parallel import Stopwatch, Strategy, is_hopper, waiting_for
 
 # On Hopper, the first that can do what is asked: cuDNN's is the fastest, and stands back where bits must repeat.
 _ATTENTION = [
@@ -147,7 +147,8 @@ def update(
         read = _start_reading(numbers)
         _update_unread(optimizer, numbers[0], norm, grad_clip=grad_clip)
         return lambda: _result(read())
-    result = _result(numbers.tolist())
+    with waiting_for("the sums of gradients and losses on its device"):
+        result = _result(numbers.tolist())
     if result.updated and 0.0 < grad_clip < result.grad_norm:
         torch._foreach_mul_(gradients, grad_clip / result.grad_norm)
     if result.updated:
@@ -207,7 +208,8 @@ def _start_reading(numbers: Tensor) -> Callable[[], list[float]]:
     arrived.record()
 
     def read() -> list[float]:
-        arrived.synchronize()
+        with waiting_for("the sums of gradients and losses on its device"):
+            arrived.synchronize()
         return copied.tolist()
 
     return read
