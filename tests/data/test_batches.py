@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline.config.settings import BatchConfig
-from drumline.data.batches import BatchPlan, DatasetBatches, TokenBatches, items_of, mix, plan_batches, visit_order
+from drumline.data.batches import BatchPlan, TokenBatches, items_of, mix, plan_batches, visit_order
 from drumline.data.tokens import TokenFile
 from drumline.errors import ConfigError, DataError
+from drumline.train.trainer import DatasetBatches
 
 
 def token_file(count: int, **more: object) -> TokenFile:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from drumline.data import corpus as corpus_module
 from drumline.data.corpus import Corpus, Label
-from drumline.data.text_files import Document, Skipped
+from drumline.data.text_files import Document, Reading
 from drumline.errors import ConfigError
 
 
@@ -16,16 +16,20 @@ def write_rows(path: Path, texts: list[str]) -> str:
     return str(path)
 
 
+def survey(corpus: Corpus, *, sample_bytes: int) -> tuple[list[str], int | None]:
+    return corpus.survey(Reading(), sample_bytes=sample_bytes, on_text=lambda _: None)
+
+
 def parts(corpus: Corpus) -> dict[Label, list[Document]]:
-    _, cut_bytes = corpus.survey(sample_bytes=0, on_bytes=lambda _: None, on_text=lambda _: None)
+    _, cut_bytes = survey(corpus, sample_bytes=0)
     found: dict[Label, list[Document]] = {"train": [], "valid": []}
-    for label, document in corpus.labelled(cut_bytes=cut_bytes, skipped=Skipped(), on_bytes=lambda _: None):
+    for label, document in corpus.labelled(Reading(), cut_bytes=cut_bytes):
         found[label].append(document)
     return found
 
 
 def sample(corpus: Corpus, sample_bytes: int) -> list[str]:
-    return corpus.survey(sample_bytes=sample_bytes, on_bytes=lambda _: None, on_text=lambda _: None)[0]
+    return survey(corpus, sample_bytes=sample_bytes)[0]
 
 
 def test_documents_are_held_out_by_seed_and_name_about_as_many_as_asked_for(tmp_path: Path) -> None:
@@ -53,7 +57,7 @@ def test_where_no_document_is_held_out_the_end_of_the_text_is(
 ) -> None:
     source = write_rows(tmp_path_factory.mktemp("text") / "x.jsonl", texts)
     corpus = Corpus(source, valid_fraction=fraction)
-    cut_bytes = corpus.survey(sample_bytes=0, on_bytes=lambda _: None, on_text=lambda _: None)[1]
+    cut_bytes = survey(corpus, sample_bytes=0)[1]
     found = parts(corpus)
     assert found["valid"]
     if cut_bytes is not None:
@@ -88,10 +92,10 @@ def test_the_survey_reads_no_more_than_it_must(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "x.jsonl", [f"text {number}" for number in range(20_000)])
     read: list[int] = []
     corpus = Corpus(source, valid_fraction=0.1)
-    corpus.survey(sample_bytes=100, on_bytes=lambda _: None, on_text=read.append)
+    corpus.survey(Reading(), sample_bytes=100, on_text=read.append)
     assert 10 < len(read) < 200
     read.clear()
-    Corpus(source, valid_fraction=0.0).survey(sample_bytes=0, on_bytes=lambda _: None, on_text=read.append)
+    Corpus(source, valid_fraction=0.0).survey(Reading(), sample_bytes=0, on_text=read.append)
     assert read == []
 
 

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from drumline.data.hub import articles
-from drumline.data.sources import documents, has_split, source_bytes, source_key
-from drumline.data.text_files import Document
+from drumline.data import sources
+from drumline.data.other_sources import articles
+from drumline.data.sources import has_split, source_bytes, source_key
+from drumline.data.text_files import Document, Reading
 from drumline.errors import DataError, MissingExtraError
 
 WIKITEXT_ROWS = ["", " = One = \n", "", " First . \n", " = = Part = = \n", " more \n", " = Two = \n", " = x \n"]
@@ -49,8 +51,12 @@ def shard(folder: Path, split: str, rows: list[str], *, number: int = 0, of: int
     return path
 
 
+def documents(source: Path | str, *, split: str = "train", **options: Any) -> Iterator[Document]:
+    return sources.documents(str(source), Reading(**options), split=split)
+
+
 def texts(source: Path | str, **options: Any) -> list[str]:
-    return [document.text for document in documents(str(source), **options)]
+    return [document.text for document in documents(source, **options)]
 
 
 def refused(source: Path | str, **options: Any) -> DataError:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from drumline.data.manifest import TOKENIZER, FileRecord, Manifest, read_manifest
+from drumline.data.manifest import TOKENIZER, FileRecord, Manifest
+from drumline.data.opening import open_tokens, read_manifest
 from drumline.data.tokenizer import Tokenizer
-from drumline.data.tokens import TokenWriter, open_tokens
+from drumline.data.tokens import TokenWriter
 from drumline.errors import DataError
 
 FILES = ("train.bin", "train.documents.bin", "train.names.txt", TOKENIZER)
@@ -139,7 +140,7 @@ def test_a_manifest_that_names_a_file_elsewhere_is_refused(folder: Path, name: s
 @pytest.mark.parametrize("split", ["../train", "valid"])
 def test_a_split_without_files_is_refused(folder: Path, split: str) -> None:
     change_manifest(folder, splits={split: {"tokens": 1, "documents": 1, "text_bytes": 1}})
-    with pytest.raises(DataError, match="is damaged: it says nothing of"):
+    with pytest.raises(DataError, match="is damaged: it does not list"):
         open_tokens(folder, split=split)
 
 

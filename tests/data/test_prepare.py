@@ -7,15 +7,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from drumline.config import DataConfig, TrainConfig
 from drumline.data import preparing as prepare_module
-from drumline.data.preparing import Prepared, Progress, cached, prepare
+from drumline.data.corpus import Corpus
+from drumline.data.opening import open_tokens
+from drumline.data.preparing import Prepared, Progress, Recipe, prepare
 from drumline.data.sources import documents
 from drumline.data.tokenizer import END_OF_TEXT, Tokenizer
-from drumline.data.tokens import open_tokens
+from drumline.data.training_data import Data, open_data
 from drumline.errors import DataError
 
 
@@ -33,10 +37,20 @@ def source(tmp_path: Path) -> str:
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_module, "BATCH_BYTES", 1000)
     monkeypatch.setattr(prepare_module, "ENCODING_BYTES", 5000)
+    monkeypatch.setattr(prepare_module, "REPORT_BYTES", 1000)
 
 
-def small(source: str, out: Path, **settings: object) -> Prepared:
-    return prepare(source, out, **({"vocab_size": 400, "valid_fraction": 0.1} | settings))  # type: ignore[arg-type]
+def small(
+    source: str,
+    out: Path,
+    *,
+    tokenizer: Path | None = None,
+    vocab_size: int = 400,
+    progress: Callable[[Progress], None] | None = None,
+    **text: Any,
+) -> Prepared:
+    corpus = Corpus(source, **({"valid_fraction": 0.1} | text))
+    return prepare(Recipe(corpus, tokenizer, vocab_size), out, progress=progress)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -54,13 +68,13 @@ def test_what_was_prepared_decodes_to_the_documents(source: str, tmp_path: Path)
         # As nanoGPT reads it: plain uint16.
         raw = np.memmap(tmp_path / "out" / f"{split}.bin", dtype=np.uint16, mode="r")
         assert tokenizer.decode(raw.tolist()) == "".join(texts[name] + END_OF_TEXT for name in names)
-        assert int((raw == tokens.end_of_text).sum()) == len(names) == made.splits[split].documents
+        assert int((raw == tokens.end_of_text).sum()) == len(names) == made.manifest.splits[split].documents
         assert tokens.text_bytes == sum(len(texts[name].encode()) for name in names)
-        assert len(tokens) == made.splits[split].tokens
+        assert len(tokens) == made.manifest.splits[split].tokens
         seen += names
     assert sorted(seen) == sorted(texts)
-    assert (made.reused, made.skipped.count, made.vocab_size) == (False, 0, tokenizer.vocab_size)
-    assert made.text_bytes == sum(len(text.encode()) for text in texts.values())
+    assert (made.reused, made.skipped.count, made.manifest.vocab_size) == (False, 0, tokenizer.vocab_size)
+    assert made.manifest.text_bytes == sum(len(text.encode()) for text in texts.values())
 
 
 def test_preparing_twice_gives_the_same_bytes(source: str, tmp_path: Path) -> None:
@@ -80,7 +94,7 @@ def test_a_given_tokenizer_is_used_and_kept_byte_for_byte(source: str, tmp_path:
     Tokenizer.train(["other text"], vocab_size=300).save(tmp_path / "mine.json")
     made = small(source, tmp_path / "out", tokenizer=tmp_path / "mine.json")
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (tmp_path / "mine.json").read_bytes()
-    assert made.vocab_size == Tokenizer.load(tmp_path / "mine.json").vocab_size
+    assert made.manifest.vocab_size == Tokenizer.load(tmp_path / "mine.json").vocab_size
 
 
 def test_one_text_alone_is_parted_at_its_end(tmp_path: Path) -> None:
@@ -105,7 +119,7 @@ def test_a_text_too_short_to_hold_anything_out_is_refused_and_leaves_nothing(tmp
 
 def test_nothing_is_held_out_when_the_fraction_is_zero(source: str, tmp_path: Path) -> None:
     made = small(source, tmp_path / "out", valid_fraction=0.0)
-    assert list(made.splits) == ["train"]
+    assert list(made.manifest.splits) == ["train"]
     assert not (tmp_path / "out" / "valid.bin").exists()
 
 
@@ -138,7 +152,7 @@ def test_a_folder_with_something_else_in_it_is_left_alone(source: str, tmp_path:
     out = tmp_path / "out"
     out.mkdir()
     (out / "letter.txt").write_text("dear")
-    with pytest.raises(DataError, match="is no prepared folder"):
+    with pytest.raises(DataError, match="is not a prepared folder"):
         small(source, out)
     assert contents(out) == {"letter.txt": b"dear"}
     (out / "letter.txt").unlink()
@@ -158,20 +172,30 @@ def test_a_place_that_cannot_be_written_is_named(source: str, tmp_path: Path) ->
 
 
 def test_the_cache_keeps_one_folder_for_each_text_and_setting(source: str, tmp_path: Path) -> None:
-    first = cached(source, tmp_path / "data", vocab_size=400)
-    assert first.path.parent == tmp_path / "data" and first.path.name.startswith("texts.jsonl-")
-    assert cached(source, tmp_path / "data", vocab_size=400).reused
-    other = cached(source, tmp_path / "data", vocab_size=300)
-    assert not other.reused and other.path != first.path
+    def cached(vocab_size: int) -> Data:
+        data = DataConfig(train_data_path=source, data_dir=str(tmp_path / "data"), vocab_size=vocab_size)
+        return open_data(TrainConfig(data=data))
+
+    first, again, other = cached(400), cached(400), cached(300)
+    assert first.train.path.parent.parent == tmp_path / "data"
+    assert first.train.path.parent.name.startswith("texts.jsonl-")
+    assert again.train.path == first.train.path != other.train.path
+    assert first.train.read(0, len(first.train)).tolist() == again.train.read(0, len(again.train)).tolist()
+    assert (first.vocab_size, first.valid is None) == (again.vocab_size, again.valid is None) == (400, False)
+    assert len(list((tmp_path / "data").iterdir())) == 2
 
 
 def test_progress_ends_with_all_of_the_source_and_all_of_the_text(source: str, tmp_path: Path) -> None:
-    told: list[Progress] = []
-    made = small(source, tmp_path / "out", progress=told.append)
+    reports: list[Progress] = []
+    made = small(source, tmp_path / "out", progress=reports.append)
     size = Path(source).stat().st_size
-    assert [told[0].stage, told[-1].stage] == ["learning", "encoding"]
-    assert (told[-1].bytes_done, told[-1].bytes_total, told[-1].text_bytes) == (size, size, made.text_bytes)
-    assert len(told) > 5
+    assert [reports[0].stage, reports[-1].stage] == ["reading", "encoding"]
+    assert (reports[-1].bytes_done, reports[-1].bytes_total, reports[-1].text_bytes) == (
+        size,
+        size,
+        made.manifest.text_bytes,
+    )
+    assert len(reports) > 5
 
 
 def test_no_more_text_is_being_encoded_than_was_promised(
@@ -180,16 +204,16 @@ def test_no_more_text_is_being_encoded_than_was_promised(
     taken = written = most = 0
     plain_batches: Callable[..., object] = prepare_module._batches
 
-    def counted(text: object) -> object:
+    def counted(*arguments: object) -> object:
         nonlocal taken, most
-        for batch, size_bytes in plain_batches(text):  # type: ignore[attr-defined]
+        for batch in plain_batches(*arguments):  # type: ignore[attr-defined]
             most = max(most, taken - written)
-            taken += size_bytes
-            yield batch, size_bytes
+            taken += batch.text_bytes
+            yield batch
 
     def note(progress: Progress) -> None:
         nonlocal written
-        written = progress.text_bytes
+        written = progress.text_bytes if progress.stage == "encoding" else 0
 
     monkeypatch.setattr(prepare_module, "_batches", counted)
     small(source, tmp_path / "out", progress=note)
@@ -210,16 +234,17 @@ def test_ctrl_c_leaves_nothing_behind(source: str, tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from drumline.data.preparing import prepare
-from drumline.data import manifest as token_manifest
-prepare.BATCH_BYTES = 1000
+from drumline.data import manifest as token_manifest, preparing
+from drumline.data.corpus import Corpus
+preparing.BATCH_BYTES = preparing.REPORT_BYTES = 1000
 def die(*_): os.kill(os.getpid(), signal.SIGKILL)
 moment, source, out = sys.argv[1:]
 if moment == "before the manifest": token_manifest.Manifest.write = die
-if moment == "before the rename": prepare.flush = lambda path: die() if path.is_dir() else None
+if moment == "before the rename": preparing.flush = lambda path: die() if path.is_dir() else None
 def progress(now):
     if moment == "while encoding" and now.stage == "encoding" and now.text_bytes > 5000: die()
-prepare.prepare(source, out, vocab_size=400, valid_fraction=0.1, progress=progress)
+recipe = preparing.Recipe(Corpus(source, valid_fraction=0.1), vocab_size=400)
+preparing.prepare(recipe, out, progress=progress)
 """
 
 

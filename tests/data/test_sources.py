@@ -2,13 +2,15 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from drumline.data.sources import documents, has_split, source_bytes, source_key
-from drumline.data.text_files import Document, Skipped
+from drumline.data import sources
+from drumline.data.sources import has_split, source_bytes, source_key
+from drumline.data.text_files import Document, Reading, Skipped
 from drumline.errors import ConfigError, DataError
 
 
@@ -18,6 +20,10 @@ def tree(folder: Path, *paths: str) -> str:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(path)
     return str(folder)
+
+
+def documents(source: str, *, split: str = "train", **options: Any) -> Iterator[Document]:
+    return sources.documents(str(source), Reading(**options), split=split)
 
 
 def texts(source: str, **options: Any) -> list[str]:
@@ -153,7 +159,7 @@ def test_a_source_without_any_document_is_refused_with_the_first_reason(tmp_path
     assert refused(str(tmp_path)).problem == f"{tmp_path} gives no documents"
     (tmp_path / "b.jsonl").write_text("bad\n")
     problem = refused(str(tmp_path), on_error="skip").problem
-    assert f"gives no documents; 1 passed over, first: {tmp_path}/b.jsonl:1 is not valid JSON" in problem
+    assert f"gives no documents; 1 skipped, first: {tmp_path}/b.jsonl:1 is not valid JSON" in problem
 
 
 def test_a_folder_that_cannot_be_listed_is_refused_by_name(tmp_path, monkeypatch):
@@ -166,7 +172,7 @@ def test_a_folder_that_cannot_be_listed_is_refused_by_name(tmp_path, monkeypatch
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", guarded)
-    assert refused(source).problem == f"{closed} cannot be looked at: Permission denied"
+    assert refused(source).problem == f"{closed} cannot be listed: Permission denied"
 
 
 def test_the_key_changes_when_what_would_be_read_changes_and_only_then(here, monkeypatch):

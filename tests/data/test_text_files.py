@@ -5,10 +5,12 @@ import gzip
 import json
 import lzma
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,9 +18,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.data import text_files
-from drumline.data.sources import documents
-from drumline.data.text_files import Document, Skipped
+from drumline.data import sources, structured_files, text_files
+from drumline.data.text_files import Document, Reading, Skipped
 from drumline.errors import DataError
 
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.ZstdCompressor().compress}
@@ -27,6 +28,10 @@ PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard
 def write(path: Path, data: bytes | str) -> str:
     path.write_bytes(data.encode() if isinstance(data, str) else data)
     return str(path)
+
+
+def documents(source: str, *, split: str = "train", **options: Any) -> Iterator[Document]:
+    return sources.documents(str(source), Reading(**options), split=split)
 
 
 def texts(source: str, **options: Any) -> list[str]:
@@ -110,7 +115,7 @@ def test_each_json_line_is_a_document_named_by_its_line(tmp_path, suffix):
 def test_a_json_file_may_be_one_array_if_it_is_small(tmp_path, monkeypatch):
     source = write(tmp_path / "a.json", json.dumps([{"text": "one"}, {"text": "two"}], indent=2))
     assert list(documents(source)) == [Document(f"{source}:item 1", "one"), Document(f"{source}:item 2", "two")]
-    monkeypatch.setattr(text_files, "LARGEST_ARRAY_BYTES", 10)
+    monkeypatch.setattr(structured_files, "LARGEST_ARRAY_BYTES", 10)
     assert "jq -c" in refused(source).fix
 
 
@@ -241,11 +246,11 @@ def test_only_the_first_reasons_are_kept_but_all_are_counted(tmp_path):
     assert len(skipped.first) == 5
 
 
-def test_a_file_is_closed_when_its_reader_stops_early(tmp_path):
-    opened: list[Any] = []
-    unpatched = text_files._open
-    with mock.patch.object(text_files, "_open", lambda *given: opened.append(unpatched(*given)) or opened[0]):
-        found = documents(write(tmp_path / "a.txt.gz", gzip.compress(b"a\n" * (2 << 20))))
-        next(found)
-        found.close()
-    assert opened[0].closed and opened[0]._packed_file.closed
+@pytest.mark.parametrize("packing", PACK)
+def test_a_file_is_closed_when_its_reader_stops_early(tmp_path, packing):
+    source = write(tmp_path / f"a.txt{packing}", PACK[packing](b"a\n" * (2 << 20)))
+    reader = documents(source)
+    next(reader)
+    assert source in [file.path for file in psutil.Process().open_files()]
+    reader.close()
+    assert source not in [file.path for file in psutil.Process().open_files()]

@@ -6,8 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from drumline.data.manifest import TOKENIZER, FileRecord, Manifest
+from drumline.data.opening import has_tokens, open_tokens
 from drumline.data.tokenizer import Tokenizer
-from drumline.data.tokens import TokenWriter, has_tokens, is_tokens, open_tokens
+from drumline.data.tokens import TokenWriter, is_tokens
 from drumline.errors import DataError
 
 TOKENS = Tokenizer.train(["the beat of the drum"], vocab_size=257)
@@ -148,7 +149,7 @@ def test_an_unknown_version_of_the_header_is_refused(tmp_path: Path) -> None:
 def test_a_foreign_token_outside_the_vocabulary_is_named_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drumline.data.tokens.SCAN_TOKENS", 4)
+    monkeypatch.setattr("drumline.data.opening.SCAN_TOKENS", 4)
     path = write_raw(tmp_path / "x.bin", [0, 1, 2, 3, 4, 5, 300, 301])
     with pytest.raises(DataError, match=r"token 300 at position 6 of .*x\.bin is outside the vocabulary of 300"):
         open_tokens(path, vocab_size=300)

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from drumline.data.batches import BatchPlan, TokenBatches
-from drumline.data.tokens import open_tokens
+from drumline.data.opening import open_tokens
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
 from drumline.train.trainer import Trainer

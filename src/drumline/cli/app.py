@@ -96,21 +96,13 @@ def prepare(
     valid_fraction
         Share of the documents held out when there is no validation data.
     """
+    from drumline.data import Corpus, Recipe
     from drumline.data import prepare as prepare_tokens
     from drumline.report import prepared_lines, preparing
 
+    corpus = Corpus(source, field, on_error, valid, valid_fraction)
     with preparing() as progress:
-        made = prepare_tokens(
-            source,
-            out,
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-            field=field,
-            on_error=on_error,
-            valid_source=valid,
-            valid_fraction=valid_fraction,
-            progress=progress,
-        )
+        made = prepare_tokens(Recipe(corpus, tokenizer, vocab_size), out, progress=progress)
     for line in prepared_lines(made):
         print(line)
     print(f"next:\n  drumline train --train_data_path {out}")

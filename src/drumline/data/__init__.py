@@ -1,4 +1,9 @@
-"""Text -> tokens -> batches."""
+"""Text in, batches of tokens out.
+
+text -> documents: `sources` (what a source is), `text_files` (what is in a file); `other_sources`, `structured_files`
+documents -> train and valid: `corpus`. Documents -> a folder of tokens: `tokenizer`, `preparing`, `tokens`, `manifest`
+folder -> batches: `opening` (what is on disk already is checked), `training_data` (for a run), `batches` (for a step)
+"""
 
 from typing import TYPE_CHECKING
 
@@ -9,16 +14,18 @@ if TYPE_CHECKING:
         SHORTER,
         Batches,
         BatchPlan,
-        DatasetBatches,
         TokenBatches,
+        items_of,
         mix,
         plan_batches,
         window_batch,
     )
-    from drumline.data.manifest import MANIFEST, TOKENIZER, FileRecord, read_manifest
-    from drumline.data.preparing import Prepared, Progress, ProgressCallback, prepare
+    from drumline.data.corpus import Corpus
+    from drumline.data.manifest import MANIFEST, TOKENIZER, FileRecord
+    from drumline.data.opening import open_tokens, read_manifest
+    from drumline.data.preparing import Prepared, Progress, ProgressCallback, Recipe, prepare
     from drumline.data.tokenizer import StreamDecoder, Tokenizer
-    from drumline.data.tokens import TokenFile, is_tokens, open_tokens
+    from drumline.data.tokens import TokenFile, is_tokens
     from drumline.data.training_data import Data, open_data
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
 
 from drumline.config import SHORT_PARTS, BatchConfig
 from drumline.data.tokens import TokenFile
@@ -198,10 +197,10 @@ class TokenBatches:
         return self._context // SHORTER if step < self.short_steps else self._context
 
     def names(self, step: int, index: int | None = None) -> list[str]:
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}  # in order, each once
         for window in items_of(self, self._seed, step, index).tolist():
-            found |= dict.fromkeys(self._tokens.document_names(window * self._context, (window + 1) * self._context))
-        return list(found)
+            names |= dict.fromkeys(self._tokens.document_names(window * self._context, (window + 1) * self._context))
+        return list(names)
 
 
 def window_batch(
@@ -220,21 +219,3 @@ def window_batch(
         ends = (inputs == end_of_text).long()
         documents = ends.cumsum(1) - ends
     return inputs, targets, documents
-
-
-class DatasetBatches:
-    """Samples of any map-style Dataset, collated as torch's DataLoader does."""
-
-    def __init__(self, dataset: Dataset[Any] | Sequence[Any], plan: BatchPlan, *, seed: int) -> None:
-        self.plan = plan
-        self.items = len(dataset)  # type: ignore[arg-type]
-        self.weight = 1
-        self._dataset, self._seed = dataset, seed
-        if self.items < 1:
-            raise DataError("the dataset has no samples", fix="give Trainer a dataset whose len() is 1 or more")
-
-    def micro_batch(self, step: int, index: int) -> Any:
-        return default_collate([self._dataset[i] for i in items_of(self, self._seed, step, index).tolist()])
-
-    def names(self, step: int, index: int | None = None) -> list[str]:
-        return [f"sample {i}" for i in items_of(self, self._seed, step, index).tolist()]

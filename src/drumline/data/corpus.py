@@ -1,4 +1,4 @@
-"""A source's documents, parted into what is trained on and what is held out. Knows nothing of tokens.
+"""A source's documents, split into what is trained on and what is held out. Knows nothing of tokens.
 
 Held out is, in this order: another source, if one was named; the source's own validation split; some of its documents,
 chosen by their names; or, where that would be none of them, the end of the text.
@@ -14,7 +14,7 @@ from typing import Literal
 
 from drumline.config import OnError
 from drumline.data.sources import documents, has_split, source_bytes, source_key
-from drumline.data.text_files import Document, Skipped
+from drumline.data.text_files import Document, Reading, Skipped
 from drumline.errors import ConfigError
 
 LONGEST_DOCUMENT_BYTES = 1 << 20
@@ -34,7 +34,9 @@ class Corpus:
     field: str = "text"
     on_error: OnError = "stop"
     valid_source: str | None = None
+    """Held-out text. Without it: the source's own validation split, or else `valid_fraction` of the documents."""
     valid_fraction: float = 0.02
+    """Chosen by `seed` and the documents' names; where that would be none of them, the end of the text."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -44,100 +46,86 @@ class Corpus:
             )
 
     @cached_property
-    def ready_valid(self) -> tuple[str, str] | None:
-        """Source and split of validation data that needs no choosing."""
+    def valid_split(self) -> tuple[str, str] | None:
+        """Source and split of validation data that is held out as a whole."""
         if self.valid_source is not None:
             return self.valid_source, "validation" if has_split(self.valid_source, "validation") else "train"
         return (self.source, "validation") if has_split(self.source, "validation") else None
 
     @property
-    def chooses(self) -> bool:
-        """Whether some of the source's own text is to be held out."""
-        return self.ready_valid is None and self.valid_fraction > 0
+    def holds_out_documents(self) -> bool:
+        """Whether some of the source's own training text is to be held out."""
+        return self.valid_split is None and self.valid_fraction > 0
 
     @property
     def labels(self) -> tuple[Label, ...]:
-        return ("train", "valid") if self.ready_valid or self.chooses else ("train",)
+        return ("train", "valid") if self.valid_split or self.holds_out_documents else ("train",)
 
-    def decides(self) -> list[str | float]:
+    def key(self) -> list[str | float]:
         """Everything that the documents and their labels depend on."""
         valid: list[str | float] = [self.valid_fraction, self.seed]
-        if self.ready_valid:
-            valid = [source_key(self.ready_valid[0]), self.ready_valid[1]]
+        if self.valid_split:
+            valid = [source_key(self.valid_split[0]), self.valid_split[1]]
         return [source_key(self.source), self.field, self.on_error, *valid]
 
     def size_bytes(self) -> int | None:
-        """What there is to read on disk; None where nobody knows."""
+        """What there is to read on disk; None where it is not known."""
         train = source_bytes(self.source)
-        valid = source_bytes(*self.ready_valid) if self.ready_valid else 0
+        valid = source_bytes(*self.valid_split) if self.valid_split else 0
         return None if train is None or valid is None else train + valid
 
+    def reading(self, on_bytes: Callable[[int], None], skipped: Skipped | None = None) -> Reading:
+        """on_bytes: called with the bytes newly read from disk."""
+        return Reading(field=self.field, on_error=self.on_error, skipped=skipped or Skipped(), on_bytes=on_bytes)
+
     def survey(
-        self, *, sample_bytes: int, on_bytes: Callable[[int], None], on_text: Callable[[int], None]
+        self, reading: Reading, *, sample_bytes: int, on_text: Callable[[int], None]
     ) -> tuple[list[str], int | None]:
         """The first `sample_bytes` of the training text, and where to cut the text if no document is held out.
 
-        Reads no further than it must: until the sample is full and one document was found that is held out.
+        Reads no further than it must: until the sample is full and one document was seen that is held out.
+        on_text: called with each document's size.
         """
         sample: list[Document] = []
         sampled_bytes = total_bytes = 0
-        found = not self.chooses
-        for index, document in enumerate(self._read(on_bytes=on_bytes) if sample_bytes or not found else ()):
+        needs_cut = self.holds_out_documents
+        for index, document in enumerate(documents(self.source, reading) if sample_bytes or needs_cut else ()):
             size_bytes = utf8_bytes(document.text)
             total_bytes += size_bytes
             on_text(size_bytes)
-            if self._holds_out(index, document):
-                found = True
+            if self._is_held_out(index, document):
+                needs_cut = False
             elif sampled_bytes < sample_bytes:
                 sample.append(document)
                 sampled_bytes += size_bytes
-            if found and sampled_bytes >= sample_bytes:
+            if not needs_cut and sampled_bytes >= sample_bytes:
                 break
-        if found:
+        if not needs_cut:
             return [document.text for document in sample], None
         cut_bytes = total_bytes - max(1, round(total_bytes * self.valid_fraction))
         return [part.text for label, part in _split_at(sample, cut_bytes) if label == "train"], cut_bytes
 
-    def labelled(
-        self, *, cut_bytes: int | None, skipped: Skipped, on_bytes: Callable[[int], None]
-    ) -> Iterator[Labelled]:
-        """Every document with its label, none longer than LONGEST_DOCUMENT_BYTES. cut_bytes: what `survey` found."""
-        for label, document in self._whole(cut_bytes=cut_bytes, skipped=skipped, on_bytes=on_bytes):
+    def labelled(self, reading: Reading, *, cut_bytes: int | None) -> Iterator[Labelled]:
+        """Every document with its label, none longer than LONGEST_DOCUMENT_BYTES. cut_bytes: what `survey` gave."""
+        for label, document in self._whole(reading, cut_bytes=cut_bytes):
             for part in _cut(document):
                 yield label, part
 
-    def _whole(self, *, cut_bytes: int | None, skipped: Skipped, on_bytes: Callable[[int], None]) -> Iterator[Labelled]:
-        train = self._read(skipped=skipped, on_bytes=on_bytes)
+    def _whole(self, reading: Reading, *, cut_bytes: int | None) -> Iterator[Labelled]:
+        train = documents(self.source, reading)
         if cut_bytes is not None:
             yield from _split_at(train, cut_bytes)
             return
         for index, document in enumerate(train):
-            yield ("valid" if self._holds_out(index, document) else "train"), document
-        if self.ready_valid:
-            source, split = self.ready_valid
-            for document in self._read(source, split=split, skipped=skipped, on_bytes=on_bytes):
+            yield ("valid" if self._is_held_out(index, document) else "train"), document
+        if self.valid_split:
+            source, split = self.valid_split
+            for document in documents(source, reading, split=split):
                 yield "valid", document
 
-    def _read(
-        self,
-        source: str | None = None,
-        *,
-        split: str = "train",
-        skipped: Skipped | None = None,
-        on_bytes: Callable[[int], None],
-    ) -> Iterator[Document]:
-        return documents(
-            source or self.source,
-            field=self.field,
-            on_error=self.on_error,
-            split=split,
-            skipped=skipped,
-            on_bytes=on_bytes,
-        )
-
-    def _holds_out(self, index: int, document: Document) -> bool:
+    def _is_held_out(self, index: int, document: Document) -> bool:
         """Decided by seed and name alone, but the first is never held out: there must be something to train on."""
-        if not self.chooses or index == 0:
+        if not self.holds_out_documents or index == 0:
             return False
         # By its name within the source: where the source lies, and how its path is written, must not matter.
         within = document.name.removeprefix(self.source).lstrip("/")

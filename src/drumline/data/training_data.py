@@ -1,4 +1,4 @@
-"""What a run trains on and is judged by: token files as they are, text prepared first, on every host that needs it."""
+"""What a run trains on and is evaluated on: token files as they are, or text that is prepared first."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.config import DataConfig, TrainConfig
-from drumline.data.preparing import Prepared, ProgressCallback, cached
+from drumline.data.corpus import Corpus
+from drumline.data.manifest import TOKENIZER
+from drumline.data.preparing import Prepared, ProgressCallback, Recipe, prepare
 from drumline.data.text_files import Skipped
 from drumline.data.tokenizer import Tokenizer
-from drumline.data.tokens import TokenFile, has_tokens, is_tokens, open_tokens
+from drumline.data.tokens import TokenFile, is_tokens, map_split
 from drumline.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains on and is judged by."""
+    """What a run trains on and is evaluated on."""
 
     train: TokenFile
     valid: TokenFile | None
@@ -27,40 +29,24 @@ class Data:
 
 def open_data(config: TrainConfig, *, progress: ProgressCallback | None = None) -> Data:
     """Token files as they are; text prepared first, or reused if it was prepared before."""
-    data, skipped = config.data, Skipped()
-    path: str | Path = data.train_data_path
-    valid_path: str | Path | None = data.valid_data_path
-    if not is_tokens(path):
-        if valid_path is not None and is_tokens(valid_path):
-            raise ConfigError(
-                f"train_data_path {path} is text, and valid_data_path {valid_path} is tokens of another tokenizer",
-                fix="give both as text, or both as tokens made by one `drumline prepare`",
-            )
-        prepared = _prepared(data, progress)
-        path, valid_path, skipped = prepared.path, None, prepared.skipped
-    tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else None
-    train = open_tokens(path, split="train")
-    if train.vocab_size is None:  # a peer's file does not say; it is checked against the tokenizer or the setting
-        train = open_tokens(path, split="train", vocab_size=tokenizer.vocab_size if tokenizer else data.vocab_size)
-    if tokenizer is None and train.tokenizer_path is not None:
-        tokenizer = Tokenizer.load(train.tokenizer_path)
-    vocab_size = train.vocab_size or (tokenizer.vocab_size if tokenizer else data.vocab_size)
-    assert vocab_size is not None
-    if valid_path is None and has_tokens(path, "valid"):
-        valid_path = path
-    valid = open_tokens(valid_path, split="valid", vocab_size=vocab_size) if valid_path is not None else None
-    return Data(train, valid, tokenizer, vocab_size, skipped)
+    prepared = None if is_tokens(config.data.train_data_path) else _prepared(config.data, progress)
+    if prepared is None or prepared.reused:
+        from drumline.data.opening import open_token_data
+
+        return open_token_data(config.data, prepared)
+    # Written and hashed by this very process: there is nothing to check.
+    splits = {name: map_split(prepared.path, prepared.manifest, name) for name in prepared.manifest.splits}
+    tokenizer = Tokenizer.load(prepared.path / TOKENIZER)
+    return Data(splits["train"], splits.get("valid"), tokenizer, tokenizer.vocab_size, prepared.skipped)
 
 
 def _prepared(data: DataConfig, progress: ProgressCallback | None) -> Prepared:
-    return cached(
-        data.train_data_path,
-        data.data_dir,
-        tokenizer=data.tokenizer,
-        vocab_size=data.vocab_size or 0,
-        field=data.field,
-        on_error=data.on_error,
-        valid_source=data.valid_data_path,
-        valid_fraction=data.valid_fraction,
-        progress=progress,
-    )
+    """The text's tokens, in a folder of `data_dir` that is named after everything that decides them."""
+    if data.valid_data_path is not None and is_tokens(data.valid_data_path):
+        raise ConfigError(
+            f"train_data_path {data.train_data_path} is text, and valid_data_path {data.valid_data_path} is tokens",
+            fix="give both as text, or both as tokens made by one `drumline prepare`",
+        )
+    corpus = Corpus(data.train_data_path, data.field, data.on_error, data.valid_data_path, data.valid_fraction)
+    recipe = Recipe(corpus, data.tokenizer, data.vocab_size or 0)
+    return prepare(recipe, Path(data.data_dir, recipe.folder_name), progress=progress)

@@ -70,13 +70,11 @@ def _speed(progress: PrepareProgress, since: float) -> str:
 
 def prepared_lines(made: Prepared) -> list[str]:
     """What `prepare` made, for people."""
-    how = (
-        "there already"
-        if made.reused
-        else f"{made.text_bytes / 1e6:.1f} MB of text in {made.seconds:.1f} s ({made.mb_per_s:.1f} MB/s)"
-    )
-    lines = [f"{made.path}: {how}, vocabulary {made.vocab_size:,}"]
-    for name, split in made.splits.items():
+    text_mb = made.manifest.text_bytes / 1e6
+    how = f"{text_mb:.1f} MB of text in {made.seconds:.1f} s ({text_mb / made.seconds:.1f} MB/s)"
+    how = "there already" if made.reused else how
+    lines = [f"{made.path}: {how}, vocabulary {made.manifest.vocab_size:,}"]
+    for name, split in made.manifest.splits.items():
         lines.append(f"  {name}.bin   {split.tokens:,} tokens of {split.documents:,} documents")
     if made.skipped.count:
         lines.append(f"skipped {made.skipped.count} unreadable; the first: {'; '.join(made.skipped.first)}")

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from drumline.checkpoint import Retention
 from drumline.config import Backend, BatchConfig, Device, Dtype, OnNonfinite
-from drumline.data import DatasetBatches, plan_batches
-from drumline.errors import ConfigError
+from drumline.data import BatchPlan, items_of, plan_batches
+from drumline.errors import ConfigError, DataError
 from drumline.files import RunFolder
 from drumline.parallel import compare, join, make_strategy, pick_dtype, versions
 from drumline.train.guard import GuardRules
@@ -128,3 +128,21 @@ def sample_objective(loss: Loss | None) -> Objective:
         return mean * len(first)
 
     return objective
+
+
+class DatasetBatches:
+    """Samples of any map-style Dataset, collated as torch's DataLoader does."""
+
+    def __init__(self, dataset: Dataset[Any] | Sequence[Any], plan: BatchPlan, *, seed: int) -> None:
+        self.plan = plan
+        self.items = len(dataset)  # type: ignore[arg-type]
+        self.weight = 1
+        self._dataset, self._seed = dataset, seed
+        if self.items < 1:
+            raise DataError("the dataset has no samples", fix="give Trainer a dataset whose len() is 1 or more")
+
+    def micro_batch(self, step: int, index: int) -> Any:
+        return default_collate([self._dataset[i] for i in items_of(self, self._seed, step, index).tolist()])
+
+    def names(self, step: int, index: int | None = None) -> list[str]:
+        return [f"sample {i}" for i in items_of(self, self._seed, step, index).tolist()]

@@ -1,0 +1,278 @@
+"""Token files that lie on the disk already: a prepared folder, checked against its manifest, or another trainer's.
+
+The token files of nanoGPT (raw uint16), llm.c and modded-nanogpt (with a header) are read as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from drumline.config import DataConfig
+from drumline.data.manifest import (
+    FORMAT,
+    FORMAT_VERSION,
+    MANIFEST,
+    TOKENIZER,
+    FileRecord,
+    Manifest,
+    SplitRecord,
+    split_files,
+)
+from drumline.data.preparing import Prepared
+from drumline.data.text_files import Skipped
+from drumline.data.tokenizer import Tokenizer
+from drumline.data.tokens import TokenFile, map_split
+from drumline.data.training_data import Data
+from drumline.errors import DataError
+from drumline.files import file_sha256, replace_text
+
+STAMPS = "verified.json"
+UNFINISHED = re.compile(r".+\.partial-\w+-\d+")
+"""The name of a folder that is being filled: NAME.partial-HOST-PID."""
+HEADER_BYTES = 256 * 4
+HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+"""llm.c and modded-nanogpt: (magic, version) of the int32 header, and the dtype of the tokens after it."""
+SCAN_TOKENS = 1 << 24
+
+
+def has_tokens(path: str | Path, split: str) -> bool:
+    """Whether a folder has this split beside others. A .bin file is a split by itself and has no other."""
+    path = Path(path)
+    if (path / MANIFEST).exists():
+        return split in read_manifest(path).splits
+    return _bin_file(path, split) is not None
+
+
+def open_tokens(path: str | Path, *, split: str = "train", vocab_size: int | None = None) -> TokenFile:
+    """Open a prepared folder's split, one of its .bin files, or a token file of nanoGPT, llm.c or modded-nanogpt.
+
+    vocab_size: refuse data with a token that this vocabulary does not have.
+    """
+    path = Path(path)
+    if (path / MANIFEST).exists():
+        return _open_prepared(path, split, vocab_size=vocab_size)
+    if path.is_file() and (path.parent / MANIFEST).exists() and path.name in read_manifest(path.parent).files:
+        return _open_prepared(path.parent, path.stem, vocab_size=vocab_size)
+    return _open_foreign(path, split, vocab_size=vocab_size)
+
+
+def open_token_data(data: DataConfig, prepared: Prepared | None) -> Data:
+    """What a run needs of tokens that are on the disk: those of its text, or those that it names itself."""
+    path = prepared.path if prepared else Path(data.train_data_path)
+    tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else None
+    train = open_tokens(path, split="train")
+    if train.vocab_size is None:  # another trainer's file does not say: check it against the tokenizer or the setting
+        train = open_tokens(path, split="train", vocab_size=tokenizer.vocab_size if tokenizer else data.vocab_size)
+    if tokenizer is None and train.tokenizer_path is not None:
+        tokenizer = Tokenizer.load(train.tokenizer_path)
+    vocab_size = train.vocab_size or (tokenizer.vocab_size if tokenizer else data.vocab_size)
+    assert vocab_size is not None
+    valid_path: str | Path | None = data.valid_data_path if prepared is None else None
+    if valid_path is None and has_tokens(path, "valid"):
+        valid_path = path
+    valid = open_tokens(valid_path, split="valid", vocab_size=vocab_size) if valid_path is not None else None
+    return Data(train, valid, tokenizer, vocab_size, Skipped())
+
+
+def _open_prepared(folder: Path, split: str, *, vocab_size: int | None) -> TokenFile:
+    manifest = read_manifest(folder)
+    record = manifest.splits.get(split)
+    if record is None:
+        raise DataError(
+            f"{folder} has no {split} tokens, only {', '.join(manifest.splits)}",
+            fix="give another folder, or prepare the text again with --valid_fraction above 0",
+        )
+    if vocab_size is not None and manifest.vocab_size > vocab_size:
+        raise DataError(
+            f"{folder} has a vocabulary of {manifest.vocab_size} ids, more than the {vocab_size} asked for",
+            fix=f"use --vocab_size {manifest.vocab_size}, or tokens made with the smaller vocabulary",
+        )
+    tokens, ends, names = split_files(split)
+    _verify(folder, manifest, (TOKENIZER, tokens, ends, names))
+    for name, items, width in ((tokens, record.tokens, np.dtype(manifest.dtype).itemsize), (ends, record.documents, 8)):
+        if manifest.files[name].bytes != items * width or items == 0:
+            raise DataError(
+                f"{folder / name} has {manifest.files[name].bytes} bytes, which are not {items} items of {width}",
+                fix=f"remove {folder} and make it again with: drumline prepare",
+            )
+    return map_split(folder, manifest, split)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a prepared folder, checked for form; the files it speaks of are not looked at."""
+    path = folder / MANIFEST
+    again = f"remove {folder} and make it again with: drumline prepare"
+    if UNFINISHED.fullmatch(folder.absolute().name):
+        raise DataError(f"{folder} was never finished", fix=again)
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}", fix=again) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise DataError(
+            f"{path} is not the manifest of a prepared folder", fix="give a folder made by drumline prepare"
+        )
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        raise DataError(
+            f"{path} is of format {version}, and this drumline reads {FORMAT_VERSION}",
+            fix="pip install --upgrade drumline, or prepare the text again",
+        )
+    try:
+        values = {field.name: content[field.name] for field in fields(Manifest)}
+        for number in ("vocab_size", "end_of_text"):
+            values[number] = int(values[number])
+        values["splits"] = {name: SplitRecord(**split) for name, split in values["splits"].items()}
+        values["files"] = {name: FileRecord(**file) for name, file in values["files"].items()}
+        manifest = Manifest(**values)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is damaged: {type(error).__name__} {error}", fix=again) from error
+    missing = {TOKENIZER, *(name for split in manifest.splits for name in split_files(split))} - manifest.files.keys()
+    if missing:
+        raise DataError(f"{path} is damaged: it does not list {', '.join(sorted(missing))}", fix=again)
+    for name in manifest.files:
+        if name in {"", ".", ".."} or "/" in name or "\\" in name:
+            raise DataError(f"{path} names a file outside its folder: {name!r}", fix="do not use this folder")
+    return manifest
+
+
+def manifest_of_key(folder: Path, key: str, *, source: str) -> Manifest:
+    """The manifest of a folder that has this key and whose files have the right sizes; any other is refused."""
+    try:
+        manifest = read_manifest(folder)
+    except DataError:
+        manifest = None
+    if manifest is None or manifest.key != key:
+        content = "is not a prepared folder" if manifest is None else f"holds other tokens (of {manifest.source})"
+        raise DataError(
+            f"{folder} exists and {content}, not those of {source} with these settings",
+            fix=f"choose another --out, or remove it: rm -r {folder}",
+        )
+    for name, record in manifest.files.items():
+        _size_checked(folder / name, record)
+    return manifest
+
+
+def _size_checked(path: Path, record: FileRecord) -> os.stat_result:
+    again = f"copy it again, or remove {path.parent} and make it again with: drumline prepare"
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise DataError(f"{path} is named by its manifest but cannot be read: {error.strerror}", fix=again) from error
+    if stat.st_size != record.bytes:
+        state = "truncated" if stat.st_size < record.bytes else "longer than it was"
+        raise DataError(f"{path} is {state}: {stat.st_size} bytes, where its manifest says {record.bytes}", fix=again)
+    return stat
+
+
+def _verify(folder: Path, manifest: Manifest, names: tuple[str, ...]) -> None:
+    """Hash the files that were not yet hashed in the state they are in now, and remember those that are right."""
+    try:
+        stamps = dict(json.loads((folder / STAMPS).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        stamps = {}
+    new_stamps = {}
+    for name in names:
+        path, record = folder / name, manifest.files[name]
+        stat = _size_checked(path, record)
+        stamp = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": record.sha256}
+        if stamps.get(name) == stamp:
+            continue
+        sha256 = file_sha256(path)
+        if sha256 != record.sha256:
+            what = "not the tokenizer that the tokens were made with" if name == TOKENIZER else "damaged or changed"
+            raise DataError(
+                f"{path} is {what}: sha256 {sha256[:12]}, where its manifest says {record.sha256[:12]}",
+                fix=f"copy it again, or remove {folder} and make it again with: drumline prepare",
+            )
+        new_stamps[name] = stamp
+    if new_stamps:
+        with contextlib.suppress(OSError):  # a read-only folder is as good; it is only hashed every time
+            replace_text(folder / STAMPS, json.dumps(stamps | new_stamps, indent=2) + "\n")
+
+
+def _bin_file(folder: Path, split: str) -> Path | None:
+    """A folder's file of this split, by drumline's name or nanoGPT's."""
+    return next((folder / name for name in _bin_names(split) if (folder / name).is_file()), None)
+
+
+def _bin_names(split: str) -> list[str]:
+    return ["valid.bin", "val.bin"] if split == "valid" else [f"{split}.bin"]
+
+
+def _open_foreign(path: Path, split: str, *, vocab_size: int | None) -> TokenFile:
+    """A .bin file, or the one of a folder that has this split."""
+    if path.is_dir():
+        file = _bin_file(path, split)
+        if file is None:
+            names = " or ".join(_bin_names(split))
+            raise DataError(f"{path} has no {names}", fix="name a .bin file, or a folder made by drumline prepare")
+        path = file
+    elif not path.is_file():
+        raise DataError(f"there is no token file {path}", fix="check the path, or make it with: drumline prepare")
+    size = path.stat().st_size
+    if path.with_name(split_files(path.stem)[1]).exists():
+        raise DataError(
+            f"{path} was never finished: {path.parent} has no {MANIFEST}",
+            fix=f"remove {path.parent} and run drumline prepare again",
+        )
+    if path.with_suffix(".idx").exists():
+        raise DataError(
+            f"{path} has an .idx beside it, as Megatron's files do, and drumline does not read those",
+            fix="give drumline the text, or write the tokens as raw uint16",
+        )
+    if size == 0:
+        raise DataError(f"{path} is empty", fix="make it again, or give another file")
+    dtype, count, offset = _layout(path, size)
+    tokens = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+    if vocab_size is not None:
+        _check_vocabulary(path, tokens, vocab_size=vocab_size)
+    return TokenFile(path=path, tokens=tokens, vocab_size=vocab_size)
+
+
+def _layout(path: Path, size: int) -> tuple[str, int, int]:
+    """dtype, number of tokens and offset in bytes, from the header if there is one."""
+    with open(path, "rb") as file:
+        start = file.read(12)
+    magic, version, count = np.frombuffer(start.ljust(12, b"\0"), dtype="<i4").tolist()
+    if size >= HEADER_BYTES and magic in {known for known, _ in HEADERS}:
+        dtype = HEADERS.get((magic, version))
+        if dtype is None:
+            raise DataError(
+                f"{path} has llm.c's header {magic} of version {version}, which drumline does not know",
+                fix="write it again as version 1 (uint16) or as raw uint16 without a header",
+            )
+        expected = HEADER_BYTES + count * np.dtype(dtype).itemsize
+        if size != expected or count <= 0:
+            state = "truncated" if size < expected else "not what its header says"
+            raise DataError(
+                f"{path} is {state}: {size} bytes, where its header says {count} tokens, {expected} bytes",
+                fix="copy or download it again",
+            )
+        return dtype, count, HEADER_BYTES
+    if size % 2:
+        raise DataError(
+            f"{path} is truncated or not a token file: {size} bytes is not a whole number of uint16 tokens",
+            fix="copy it again; a raw .bin holds little-endian uint16 and nothing else",
+        )
+    return "<u2", size // 2, 0
+
+
+def _check_vocabulary(path: Path, tokens: npt.NDArray[Any], *, vocab_size: int) -> None:
+    for start in range(0, len(tokens), SCAN_TOKENS):
+        outside = tokens[start : start + SCAN_TOKENS] >= vocab_size
+        if outside.any():
+            position = start + int(outside.argmax())
+            raise DataError(
+                f"token {tokens[position]} at position {position} of {path} is outside the vocabulary of {vocab_size}",
+                fix="use the vocabulary the file was made with (--vocab_size), or make the tokens again",
+            )

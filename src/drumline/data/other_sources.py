@@ -1,0 +1,338 @@
+"""Sources that are not one file: folders, globs, functions (`package.module:name`) and Hugging Face data sets.
+
+The only module that knows the hub's names, its file layout and the `datasets` package.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import os
+import re
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from drumline.data.sources import Files, Source, cannot_be_listed, check_split, size_and_time, walk
+from drumline.data.structured_files import file_kind, missing_field, string_value
+from drumline.data.text_files import PART_BYTES, STRUCTURED_SUFFIXES, Document, Reading
+from drumline.errors import DataError, MissingExtraError
+from drumline.plugins import is_plugin, load_plugin, plugin_file
+
+TEXT_SUFFIXES = frozenset(
+    """
+    .txt .text .md .markdown .rst .adoc .org .tex .bib .html .htm .xml .css .scss .csv .tsv .srt
+    .py .pyi .pyx .c .h .cc .cpp .cxx .hh .hpp .hxx .cu .cuh .cl .rs .go .zig .nim .d .s .asm .f .f90 .f95
+    .java .kt .kts .scala .groovy .clj .cs .fs .vb .swift .m .mm .dart .js .mjs .jsx .ts .tsx .vue .php .rb
+    .pl .pm .lua .r .jl .hs .ml .mli .ex .exs .erl .elm .lisp .el .scm .rkt .lean .agda .pas .ada .tcl
+    .sh .bash .zsh .fish .ps1 .bat .sql .graphql .proto .cmake .mk .yaml .yml .toml .ini .cfg .conf .vim .awk
+    """.split()  # a hundred quoted lines read worse
+)
+"""What a folder's files must end with to be read as plain text; a file named by itself may end as it likes."""
+
+WIKITEXT = "Salesforce/wikitext"
+SHORTHANDS = {
+    "wikitext-2": "wikitext-2-raw-v1",
+    "wikitext-2-raw-v1": "wikitext-2-raw-v1",
+    "wikitext-103": "wikitext-103-raw-v1",
+    "wikitext-103-v1": "wikitext-103-v1",
+    "wikitext-103-raw-v1": "wikitext-103-raw-v1",
+}
+"""Short names of WikiText's configurations."""
+
+_HUB_NAME = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))?")
+_SHARD = re.compile(r"(?P<split>[\w.]+)-\d{5}-of-\d{5}(-\w+)?\.parquet")
+_TITLE = re.compile(r" = [^=].* = \n?")
+_BATCH_ROWS = 256
+_PROBE_S = 3.0
+
+
+_KINDS = "a file, a folder, a glob, builtin, package.module:name or a hub data set OWNER/NAME[:CONFIG]"
+_GLOB_FIX = "try the pattern with ls; ** stands for folders only between slashes, as in 'data/**/*.txt'"
+
+
+def other_source(source: str, path: Path) -> Source:
+    """What a source string that is not a file means. path: the same with ~ expanded."""
+    if not source.strip():
+        raise DataError("the source is an empty string", fix=f"give {_KINDS}")
+    try:
+        if path.is_dir():
+            shards = _hub_layout(path)
+            return _HubFolder(str(path), shards) if shards else Files(str(path), partial(_folder_files, path))
+        if path.exists():  # a pipe or a device
+            return Files(str(path), lambda: [path])
+    except OSError as error:
+        cannot_be_listed(error)
+    if glob.has_magic(source):
+        return Files(str(path), partial(_glob_files, path))
+    if is_plugin(source):
+        return _Function(source)
+    dataset = _hub_dataset(source)
+    if dataset and (source in SHORTHANDS or not _looks_like_a_path(path)):
+        return dataset
+    raise DataError(f"there is no {source}", fix=_fix_for_missing(path))
+
+
+def _is_text_file(path: Path) -> bool:
+    """Whether a folder's file is taken for text, by its name."""
+    kind, _ = file_kind(path)
+    return kind in TEXT_SUFFIXES or kind in STRUCTURED_SUFFIXES
+
+
+def _looks_like_a_path(path: Path) -> bool:
+    """Whether `folder/name` is rather a mistyped file than OWNER/NAME on the hub."""
+    return _is_text_file(path) or bool(_close_files(path))
+
+
+def _close_files(path: Path) -> list[str]:
+    with suppress(OSError):
+        return difflib.get_close_matches(path.name, os.listdir(path.parent))
+    return []
+
+
+def _fix_for_missing(path: Path) -> str:
+    if len(path.parts) == 1:
+        candidates = [*_close_files(path), "builtin", *SHORTHANDS]
+    else:
+        candidates = [(path.parent / name).as_posix() for name in _close_files(path)]
+    missing_folder = "" if path.parent.is_dir() else f"the folder {path.parent} does not exist; "
+    return _did_you_mean(path.as_posix(), candidates) or f"{missing_folder}give {_KINDS}"
+
+
+def _did_you_mean(word: str, candidates: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, candidates, n=3)
+    return f"did you mean {' or '.join(close)}?" if close else ""
+
+
+def _folder_files(folder: Path) -> list[Path]:
+    files = [path for path in walk(folder, without=frozenset()) if _is_text_file(path)]
+    if not files:
+        raise DataError(
+            f"{folder} has no file whose name ends like text (.txt, .md, .py, .jsonl, .parquet, .txt.gz, ...)",
+            fix=f"name the files with a glob: '{folder}/**/*.SUFFIX'",
+        )
+    return files
+
+
+def _glob_files(pattern: Path) -> list[Path]:
+    fixed = 0
+    while not glob.has_magic(pattern.parts[fixed]):
+        fixed += 1
+    base, magic = Path(*pattern.parts[:fixed]), Path(*pattern.parts[fixed:])
+    if magic.name == "**":  # pathlib takes it for folders only
+        magic /= "*"
+    try:  # pathlib's ** does not follow links, so that a loop of links cannot trap it; it does find hidden files
+        matches = [path for path in base.glob(str(magic)) if not path.is_dir()]
+    except ValueError as error:
+        raise DataError(f"{pattern} is not a glob: {error}", fix=_GLOB_FIX) from error
+    files = sorted(path for path in matches if not any(part.startswith(".") for part in path.relative_to(base).parts))
+    if not files:
+        raise DataError(f"no file matches {pattern}", fix=_GLOB_FIX)
+    return files
+
+
+@dataclass(frozen=True)
+class _Function:
+    """A user's function without arguments that yields strings or Documents."""
+
+    source: str
+
+    def splits(self) -> Collection[str]:
+        return ("train",)
+
+    def key(self) -> str:
+        origin = plugin_file(self.source)
+        return f"function {self.source} {size_and_time(origin) if origin else ''}".rstrip()
+
+    def size_bytes(self, split: str) -> None:
+        """Only the function knows."""
+
+    def documents(self, split: str, reading: Reading) -> Iterator[Document]:
+        check_split(split, self.splits(), source=self.source)
+        items = load_plugin(self.source)()
+        name = self.source.partition(":")[2]
+        if isinstance(items, str) or not isinstance(items, Iterable):
+            raise DataError(
+                f"{self.source}() returns {type(items).__name__}, not one text after another",
+                fix=f"write {name} as a generator: yield each text",
+            )
+        for number, item in enumerate(items, start=1):
+            where = item.name if isinstance(item, Document) else f"{self.source}:{number}"
+            text = item.text if isinstance(item, Document) else item
+            if not isinstance(text, str):
+                reading.bad(
+                    f"{where}: {name} yields {type(text).__name__}, not str or Document",
+                    fix="yield strings or drumline.data.sources.Document, or skip others with --on_error skip",
+                )
+            elif text := string_value(text, where=where, reading=reading):
+                yield Document(where, text)
+
+
+class _HubFolder(Files):
+    """A local folder of parquet files in the hub's layout."""
+
+    def __init__(self, source: str, shards: dict[str, list[Path]]) -> None:
+        super().__init__(source, lambda: [path for paths in shards.values() for path in paths])
+        self._shards = shards
+
+    def splits(self) -> Collection[str]:
+        return self._shards.keys()
+
+    def paths(self, split: str) -> Sequence[Path]:
+        check_split(split, self.splits(), source=self.source)
+        return self._shards[split]
+
+    def documents(self, split: str, reading: Reading) -> Iterator[Document]:
+        rows = super().documents(split, reading)
+        return articles(rows) if _holds_articles(Path(self.source), self.paths(split)) else rows
+
+
+@dataclass(frozen=True)
+class _HubDataset:
+    """A data set that the `datasets` package fetches, or has in its cache."""
+
+    source: str
+    """The name as the user gave it."""
+    name: str
+    config: str | None
+
+    def splits(self) -> Collection[str]:
+        """What is known without asking the network."""
+        return ("train", "validation", "test") if self._is_wikitext() else ("train",)
+
+    def key(self) -> str:
+        return f"hub {self.name}:{self.config or 'default'}"
+
+    def size_bytes(self, split: str) -> None:
+        """Not known before it is fetched."""
+
+    def documents(self, split: str, reading: Reading) -> Iterator[Document]:
+        rows = self._rows(split, reading)
+        return articles(rows) if self._is_wikitext() else rows
+
+    def _is_wikitext(self) -> bool:
+        return (self.config or self.name.split("/")[1]).startswith("wikitext")
+
+    def _rows(self, split: str, reading: Reading) -> Iterator[Document]:
+        dataset = _load(self.name, self.config, split)
+        place = f"{self.source}/{split}"
+        if reading.field not in dataset.column_names:
+            problem, fix = missing_field(place, present=dataset.column_names, field=reading.field)
+            raise DataError(problem, fix=fix)
+        number = 0
+        for batch in dataset.select_columns([reading.field]).iter(batch_size=_BATCH_ROWS):
+            for value in batch[reading.field]:
+                number += 1
+                where = f"{place}:{number}"
+                if text := string_value(value, where=where, reading=reading):
+                    yield Document(where, text)
+
+
+def _hub_dataset(source: str) -> _HubDataset | None:
+    """The data set that a name stands for, or None where it cannot be one."""
+    if source in SHORTHANDS:
+        return _HubDataset(source, WIKITEXT, SHORTHANDS[source])
+    match = _HUB_NAME.fullmatch(source)
+    return _HubDataset(source, match["name"], match["config"]) if match else None
+
+
+def _hub_layout(folder: Path) -> dict[str, list[Path]]:
+    """Split -> its parquet files in order, for a folder laid out as on the hub; empty for any other folder.
+
+    The files lie in the folder itself or in one folder below it: data/, or one per configuration.
+    """
+    below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if here := _shards(folder):
+        return here
+    datasets = {path: shards for path in below if (shards := _shards(path))}
+    if len(datasets) > 1:
+        raise DataError(
+            f"{folder} holds {len(datasets)} data sets: {', '.join(path.name for path in datasets)}",
+            fix=f"name one of them: {next(iter(datasets))}",
+        )
+    return next(iter(datasets.values()), {})
+
+
+def _holds_articles(folder: Path, shards: Iterable[Path]) -> bool:
+    """Whether the parquet files below `folder` are WikiText, whose rows are single lines."""
+    names = {folder.resolve().name, *(shard.parent.name for shard in shards)}
+    return any(name.startswith("wikitext") for name in names)
+
+
+def articles(rows: Iterable[Document]) -> Iterator[Document]:
+    """WikiText's rows, one line each, joined into one document per article, named after its first row.
+
+    The joined texts are exactly the rows' texts; an article starts at its title, ` = Title = `.
+    """
+    name, lines, size = "", list[str](), 0
+    for row in rows:
+        # The size only matters for data that bears WikiText's name but has no titles: it must not become one text.
+        if lines and (size > PART_BYTES or _TITLE.fullmatch(row.text)):
+            yield Document(name, "".join(lines))
+            lines, size = [], 0
+        if not lines:
+            name = row.name
+        lines.append(row.text)
+        size += len(row.text)
+    if lines:
+        yield Document(name, "".join(lines))
+
+
+def _shards(folder: Path) -> dict[str, list[Path]]:
+    splits: dict[str, list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if match := _SHARD.fullmatch(path.name):
+            splits.setdefault(match["split"], []).append(path)
+    return splits
+
+
+def _load(name: str, config: str | None, split: str) -> Any:
+    """The `datasets.Dataset`. Without a network only the cache is asked, so that the answer comes in seconds."""
+    try:
+        import datasets
+        from huggingface_hub import constants
+    except ImportError as error:
+        raise MissingExtraError(f"the hub's data set {name}", extra="datasets") from error
+    online = _hub_answers()
+    was_offline = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = was_offline or not online
+    try:
+        return datasets.load_dataset(name, config, split=split, streaming=False)
+    except Exception as error:  # the package raises whatever its many parts raise
+        full_name = f"{name}:{config}" if config else name
+        if isinstance(error, OSError) and not online:
+            raise DataError(
+                f"the Hugging Face hub ({constants.ENDPOINT}) cannot be reached, and {full_name} is not in the cache",
+                fix="check the network, or use a local copy: give a folder of parquet files in the hub's layout "
+                f"({split}-00000-of-00001.parquet, ...) as SOURCE or --train_data_path",
+            ) from error
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise DataError(
+            f"the hub's data set {full_name}, split {split!r}, cannot be loaded: {reason}",
+            fix="check the name, OWNER/NAME or OWNER/NAME:CONFIG, and log in (hf auth login) if it is not public",
+        ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = was_offline
+
+
+def _hub_answers() -> bool:
+    """Whether the hub answers within seconds. Any answer will do; proxies are those of the hub's own client."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]  # public, but exported lazily
+
+    answered = threading.Event()
+
+    def ask() -> None:
+        with suppress(Exception):  # no route, no name, no proxy, offline mode: all the same here
+            get_session().head(constants.ENDPOINT, timeout=_PROBE_S)
+            answered.set()
+
+    # In a thread because looking up a name can hang for longer than any timeout of the client.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_PROBE_S + 1.0)
+    return answered.is_set()
