@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline.config.settings import BatchConfig
-from drumline.data.batches import BatchPlan, TokenBatches, items_of, mix, plan_batches, visit_order
+from drumline.data.batches import BatchPlan, TokenBatches, mix, plan_batches, visit_order, visits
 from drumline.data.tokens import TokenFile
 from drumline.errors import ConfigError, DataError
 from drumline.train.trainer import DatasetBatches
@@ -51,15 +51,15 @@ def test_the_shares_of_any_number_of_ranks_are_the_one_rank_batch_in_order(
     shares = [plan.share(rank, world_size) for rank in range(world_size)]
     assert [index for share in shares for index in share] == list(range(micro_batches))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    union = np.concatenate([items_of(batches, 5, step, index) for share in shares for index in share])
-    assert union.tolist() == items_of(batches, 5, step).tolist()
+    union = np.concatenate([visits(batches, 5, step, index) for share in shares for index in share])
+    assert union.tolist() == visits(batches, 5, step).tolist()
 
 
 @given(global_batch=st.integers(1, 40), items=st.integers(1, 100), start=st.integers(0, 50))
 def test_consecutive_steps_neither_skip_nor_repeat(global_batch: int, items: int, start: int) -> None:
     batches = TokenBatches(token_file(items * 2 + 1), BatchPlan(global_batch, 1), context=2, seed=0)
     steps = range(start, start + 2 * items // global_batch + 2)
-    seen = np.concatenate([items_of(batches, 0, step) for step in steps])
+    seen = np.concatenate([visits(batches, 0, step) for step in steps])
     stream = np.arange(start * global_batch, (steps[-1] + 1) * global_batch)
     assert seen.tolist() == visit_order(stream, items=items, seed=0).tolist()
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from drumline.data.manifest import TOKENIZER, FileRecord, Manifest
 from drumline.data.opening import open_tokens, read_manifest
 from drumline.data.tokenizer import Tokenizer
-from drumline.data.tokens import TokenWriter
+from drumline.data.tokens import TOKENIZER, FileRecord, Manifest, TokenWriter
 from drumline.errors import DataError
 
 FILES = ("train.bin", "train.documents.bin", "train.names.txt", TOKENIZER)

@@ -22,9 +22,9 @@ any_text = st.lists(
 ).map("".join)
 
 
-def changed(**changes: object) -> str:
+def changed(**changes: object) -> bytes:
     """The trained tokenizer.json with some of its top-level entries replaced."""
-    return json.dumps(json.loads(TOKENIZER._serialized) | changes)
+    return json.dumps(json.loads(TOKENIZER._serialized) | changes).encode()
 
 
 def added_token(content: str, *, id: int, special: bool = True) -> dict[str, object]:

@@ -5,10 +5,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from drumline.data.manifest import TOKENIZER, FileRecord, Manifest
 from drumline.data.opening import has_tokens, open_tokens
 from drumline.data.tokenizer import Tokenizer
-from drumline.data.tokens import TokenWriter, is_tokens
+from drumline.data.tokens import TOKENIZER, FileRecord, Manifest, TokenWriter, is_tokens
 from drumline.errors import DataError
 
 TOKENS = Tokenizer.train(["the beat of the drum"], vocab_size=257)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from drumline.data.manifest import FileRecord, Manifest, SplitRecord, split_files
+from drumline.data.tokens import FileRecord, Manifest, SplitRecord, split_files
 from drumline.doctor.finding import Finding
 from drumline.doctor.hosts.check import check_hosts
 from drumline.doctor.hosts.meet import Gathering, Messenger, find_gathering, gathering_at

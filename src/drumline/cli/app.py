@@ -96,13 +96,14 @@ def prepare(
     valid_fraction
         Share of the documents held out when there is no validation data.
     """
-    from drumline.data import Corpus, Recipe
+    from drumline.data import Corpus, Recipe, Tokenizer
     from drumline.data import prepare as prepare_tokens
     from drumline.report import prepared_lines, preparing
 
     corpus = Corpus(source, field, on_error, valid, valid_fraction)
+    recipe = Recipe(corpus, Tokenizer.load(tokenizer) if tokenizer else None, vocab_size)
     with preparing() as progress:
-        made = prepare_tokens(Recipe(corpus, tokenizer, vocab_size), out, progress=progress)
+        made = prepare_tokens(recipe, out, progress=progress)
     for line in prepared_lines(made):
         print(line)
     print(f"next:\n  drumline train --train_data_path {out}")

@@ -1,7 +1,7 @@
 """Text in, batches of tokens out.
 
 text -> documents: `sources` (what a source is), `text_files` (what is in a file); `other_sources`, `structured_files`
-documents -> train and valid: `corpus`. Documents -> a folder of tokens: `tokenizer`, `preparing`, `tokens`, `manifest`
+documents -> train and valid: `corpus`. Documents -> a folder of tokens: `tokenizer`, `preparing`, `tokens`
 folder -> batches: `opening` (what is on disk already is checked), `training_data` (for a run), `batches` (for a step)
 """
 
@@ -10,22 +10,12 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.data.batches import (
-        SHORTER,
-        Batches,
-        BatchPlan,
-        TokenBatches,
-        items_of,
-        mix,
-        plan_batches,
-        window_batch,
-    )
+    from drumline.data.batches import SHORTER, Batches, BatchPlan, TokenBatches, mix, plan_batches, visits, window_batch
     from drumline.data.corpus import Corpus
-    from drumline.data.manifest import MANIFEST, TOKENIZER, FileRecord
     from drumline.data.opening import open_tokens, read_manifest
     from drumline.data.preparing import Prepared, Progress, ProgressCallback, Recipe, prepare
     from drumline.data.tokenizer import StreamDecoder, Tokenizer
-    from drumline.data.tokens import TokenFile, is_tokens
+    from drumline.data.tokens import MANIFEST, TOKENIZER, FileRecord, TokenFile, is_tokens
     from drumline.data.training_data import Data, open_data
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

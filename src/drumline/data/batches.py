@@ -107,10 +107,8 @@ class BatchPlan:
 def plan_batches(batch: BatchConfig, *, default_batch_size: int, world_size: int) -> BatchPlan:
     """Total = batch_size x world_size x gradient_accumulation_steps, or global_batch_size, cut into micro-batches."""
     if batch.global_batch_size is None:
-        return BatchPlan(
-            micro_batch=batch.batch_size or default_batch_size,
-            micro_batches=world_size * (batch.gradient_accumulation_steps or 1),
-        )
+        accumulated = batch.gradient_accumulation_steps or 1
+        return BatchPlan(batch.batch_size or default_batch_size, micro_batches=world_size * accumulated)
     if batch.gradient_accumulation_steps is not None:
         raise ConfigError(
             f"global_batch_size {batch.global_batch_size} and gradient_accumulation_steps "
@@ -143,7 +141,7 @@ class Batches(Protocol):
         """Where step `step`'s items, or those of one of its micro-batches, come from, for people."""
 
 
-def items_of(batches: Batches, seed: int, step: int, index: int | None = None) -> NDArray[np.int64]:
+def visits(batches: Batches, seed: int, step: int, index: int | None = None) -> NDArray[np.int64]:
     """The items of one micro-batch of a step, or of the whole step, in order."""
     plan = batches.plan
     start = step * plan.sequences + (index or 0) * plan.micro_batch
@@ -185,7 +183,7 @@ class TokenBatches:
 
     def micro_batch(self, step: int, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """inputs int64 (B, T), targets int64 (B, T), document ids int64 (B, T) or None"""
-        windows = items_of(self, self._seed, step, index).tolist()
+        windows = visits(self, self._seed, step, index).tolist()
         inputs, targets, documents = window_batch(
             self._tokens, windows, context=self._context, end_of_text=self._end_of_text
         )
@@ -198,7 +196,7 @@ class TokenBatches:
 
     def names(self, step: int, index: int | None = None) -> list[str]:
         names: dict[str, None] = {}  # in order, each once
-        for window in items_of(self, self._seed, step, index).tolist():
+        for window in visits(self, self._seed, step, index).tolist():
             names |= dict.fromkeys(self._tokens.document_names(window * self._context, (window + 1) * self._context))
         return list(names)
 

@@ -7,7 +7,7 @@ chosen by their names; or, where that would be none of them, the end of the text
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -19,8 +19,6 @@ from drumline.errors import ConfigError
 
 LONGEST_DOCUMENT_BYTES = 1 << 20
 """A longer document is cut at a line's end and becomes several, as a plain file is."""
-BREAK_CHARS = 100
-"""How far before the wanted place a cut may move to fall between two words."""
 
 Label = Literal["train", "valid"]
 Labelled = tuple[Label, Document]
@@ -41,9 +39,7 @@ class Corpus:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.valid_fraction < 1.0:
-            raise ConfigError(
-                f"valid_fraction {self.valid_fraction} is not a share below 1", fix="use --valid_fraction 0.02"
-            )
+            raise ConfigError(f"valid_fraction {self.valid_fraction} is not in [0, 1)", fix="use --valid_fraction 0.02")
 
     @cached_property
     def valid_split(self) -> tuple[str, str] | None:
@@ -102,19 +98,27 @@ class Corpus:
                 break
         if not needs_cut:
             return [document.text for document in sample], None
+        from drumline.data.cutting import split_at
+
         cut_bytes = total_bytes - max(1, round(total_bytes * self.valid_fraction))
-        return [part.text for label, part in _split_at(sample, cut_bytes) if label == "train"], cut_bytes
+        return [part.text for label, part in split_at(sample, cut_bytes) if label == "train"], cut_bytes
 
     def labelled(self, reading: Reading, *, cut_bytes: int | None) -> Iterator[Labelled]:
         """Every document with its label, none longer than LONGEST_DOCUMENT_BYTES. cut_bytes: what `survey` gave."""
         for label, document in self._whole(reading, cut_bytes=cut_bytes):
-            for part in _cut(document):
-                yield label, part
+            if utf8_bytes(document.text) <= LONGEST_DOCUMENT_BYTES:
+                yield label, document
+                continue
+            from drumline.data.cutting import parts
+
+            yield from ((label, part) for part in parts(document, longest_bytes=LONGEST_DOCUMENT_BYTES))
 
     def _whole(self, reading: Reading, *, cut_bytes: int | None) -> Iterator[Labelled]:
         train = documents(self.source, reading)
         if cut_bytes is not None:
-            yield from _split_at(train, cut_bytes)
+            from drumline.data.cutting import split_at
+
+            yield from split_at(train, cut_bytes)
             return
         for index, document in enumerate(train):
             yield ("valid" if self._is_held_out(index, document) else "train"), document
@@ -137,39 +141,3 @@ class Corpus:
 def utf8_bytes(text: str) -> int:
     """How long a text is in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())
-
-
-def _split_at(whole: Iterable[Document], cut_bytes: int) -> Iterator[Labelled]:
-    """Train on the first `cut_bytes` of the text, a few less where that spares a word, and hold out the rest."""
-    left_bytes = cut_bytes
-    for document in whole:
-        size_bytes = utf8_bytes(document.text)
-        if size_bytes <= left_bytes:
-            yield "train", document
-        elif left_bytes <= 0:
-            yield "valid", document
-        else:
-            end = len(document.text.encode()[:left_bytes].decode(errors="ignore"))
-            space = document.text.rfind(" ", max(1, end - BREAK_CHARS), end)
-            end = space if space > 0 else end
-            if end:
-                yield "train", Document(document.name, document.text[:end])
-            yield "valid", Document(document.name, document.text[end:])
-        left_bytes -= size_bytes
-
-
-def _cut(document: Document) -> Iterator[Document]:
-    """The document itself, or parts of it that are not too long, numbered from 1."""
-    size_bytes = utf8_bytes(document.text)
-    if size_bytes <= LONGEST_DOCUMENT_BYTES:
-        yield document
-        return
-    most_chars = len(document.text) * LONGEST_DOCUMENT_BYTES // size_bytes
-    start = number = 0
-    while start < len(document.text):
-        number += 1
-        end = start + most_chars
-        if end < len(document.text):
-            end = document.text.rfind("\n", start, end) + 1 or end
-        yield Document(f"{document.name}#{number}", document.text[start:end])
-        start = end

@@ -17,7 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from drumline.config import DataConfig
-from drumline.data.manifest import (
+from drumline.data.preparing import Prepared
+from drumline.data.text_files import Skipped
+from drumline.data.tokenizer import Tokenizer
+from drumline.data.tokens import (
     FORMAT,
     FORMAT_VERSION,
     MANIFEST,
@@ -25,12 +28,10 @@ from drumline.data.manifest import (
     FileRecord,
     Manifest,
     SplitRecord,
+    TokenFile,
+    map_split,
     split_files,
 )
-from drumline.data.preparing import Prepared
-from drumline.data.text_files import Skipped
-from drumline.data.tokenizer import Tokenizer
-from drumline.data.tokens import TokenFile, map_split
 from drumline.data.training_data import Data
 from drumline.errors import DataError
 from drumline.files import file_sha256, replace_text

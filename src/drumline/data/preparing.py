@@ -21,19 +21,16 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
 import psutil
 
 from drumline import __version__
 from drumline.data.corpus import Corpus, Labelled, utf8_bytes
-from drumline.data.manifest import FORMAT_VERSION, TOKENIZER, FileRecord, Manifest, SplitRecord, token_dtype
 from drumline.data.sources import source_key
 from drumline.data.text_files import Skipped
 from drumline.data.tokenizer import Tokenizer
-from drumline.data.tokens import TokenWriter
+from drumline.data.tokens import FORMAT_VERSION, TOKENIZER, Manifest, SplitRecord, TokenWriter, flushed
 from drumline.errors import DataError
 from drumline.files import flush
 
@@ -74,14 +71,10 @@ class Recipe:
     """Everything that decides the tokens."""
 
     corpus: Corpus
-    tokenizer_path: str | Path | None = None
-    """A tokenizer.json. Without it a vocabulary is learned from the beginning of the training text."""
+    tokenizer: Tokenizer | None = None
+    """Without it a vocabulary is learned from the beginning of the training text."""
     vocab_size: int = 32768
     """Size of the vocabulary to learn."""
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        return None if self.tokenizer_path is None else Tokenizer.load(self.tokenizer_path)
 
     @cached_property
     def key(self) -> str:
@@ -175,8 +168,7 @@ def _fill(folder: Path, recipe: Recipe, progress: ProgressCallback, skipped: Ski
     key, text_key = recipe.key, source_key(corpus.source)  # before reading: a change meanwhile must not go unnoticed
     tokenizer, cut_bytes = _tokenizer(recipe, progress)
     tokenizer.save(folder / TOKENIZER)
-    flush(folder / TOKENIZER)
-    files = {TOKENIZER: FileRecord(bytes=(folder / TOKENIZER).stat().st_size, sha256=tokenizer.sha256)}
+    files = {TOKENIZER: flushed(folder / TOKENIZER)}
     meter = _Meter("encoding", progress, source_bytes=corpus.size_bytes())
     text = corpus.labelled(corpus.reading(meter.on_bytes, skipped), cut_bytes=cut_bytes)
     splits: dict[str, SplitRecord] = {}
@@ -216,11 +208,12 @@ def _fill(folder: Path, recipe: Recipe, progress: ProgressCallback, skipped: Ski
 def _tokenizer(recipe: Recipe, progress: ProgressCallback) -> tuple[Tokenizer, int | None]:
     """The tokenizer, learned if none was given, and where the text must be cut if no document is held out."""
     corpus, sample_bytes = recipe.corpus, 0 if recipe.tokenizer else SAMPLE_BYTES
-    meter = _Meter("reading", progress, source_bytes=corpus.size_bytes(), most_text_bytes=sample_bytes)
-    sample, cut_bytes = corpus.survey(corpus.reading(meter.on_bytes), sample_bytes=sample_bytes, on_text=meter.on_text)
+    meter = _Meter("reading", progress, source_bytes=corpus.size_bytes(), text_limit=sample_bytes)
+    reading = corpus.reading(meter.on_bytes)
+    sample, cut_bytes = corpus.survey(reading, sample_bytes=sample_bytes, on_text=meter.on_text)
     if recipe.tokenizer:
         return recipe.tokenizer, cut_bytes
-    meter = _Meter("learning", progress, most_text_bytes=sum(map(utf8_bytes, sample)))
+    meter = _Meter("learning", progress, text_limit=sum(map(utf8_bytes, sample)))
 
     def metered() -> Iterator[str]:
         for text in sample:
@@ -235,11 +228,11 @@ class _Meter:
     """Reports how far a stage is: at its beginning and every REPORT_BYTES of text."""
 
     def __init__(
-        self, stage: Stage, progress: ProgressCallback, *, source_bytes: int | None = None, most_text_bytes: int = 0
+        self, stage: Stage, progress: ProgressCallback, *, source_bytes: int | None = None, text_limit: int = 0
     ) -> None:
-        """source_bytes: size on disk of all there is. most_text_bytes: text after which the stage ends, if known."""
+        """source_bytes: size on disk of all there is. text_limit: text after which the stage ends, if known."""
         self._stage, self._progress = stage, progress
-        self._source_bytes, self._most_text_bytes = source_bytes, most_text_bytes
+        self._source_bytes, self._text_limit = source_bytes, text_limit
         self.read_bytes = self._done_bytes = self._text_bytes = self._reported_bytes = 0
         self.report()
 
@@ -255,7 +248,7 @@ class _Meter:
 
     def report(self) -> None:
         self._reported_bytes = self._text_bytes
-        done, total, most = self._done_bytes, self._source_bytes, self._most_text_bytes
+        done, total, most = self._done_bytes, self._source_bytes, self._text_limit
         if total is None and most:
             done, total = self._text_bytes, most
         elif total is not None and most and self._text_bytes:
@@ -286,26 +279,18 @@ def _batches(text: Iterable[Labelled], meter: _Meter) -> Iterator[_Batch]:
     yield _Batch(documents, text_bytes, meter.read_bytes)
 
 
-_Ids = list[npt.NDArray[Any]]
-
-
-def _encoded(batches: Iterable[_Batch], tokenizer: Tokenizer) -> Generator[tuple[_Batch, _Ids]]:
+def _encoded(batches: Iterable[_Batch], tokenizer: Tokenizer) -> Generator[tuple[_Batch, list[list[int]]]]:
     """Batches in their order, encoded ahead of their use but never more than ENCODING_BYTES of text."""
-    ahead: deque[tuple[_Batch, Future[_Ids]]] = deque()
+    ahead: deque[tuple[_Batch, Future[list[list[int]]]]] = deque()
     with ThreadPoolExecutor(ENCODERS, thread_name_prefix="encoder") as encoders:
         try:
             for batch in batches:
                 while ahead and sum(each.text_bytes for each, _ in ahead) + batch.text_bytes > ENCODING_BYTES:
                     first, ids = ahead.popleft()
                     yield first, ids.result()
-                ahead.append((batch, encoders.submit(_encode, batch, tokenizer)))
+                texts = [document.text for _, document in batch.documents]
+                ahead.append((batch, encoders.submit(tokenizer.encode_batch, texts)))
             for batch, ids in ahead:
                 yield batch, ids.result()
         finally:
             encoders.shutdown(cancel_futures=True)
-
-
-def _encode(batch: _Batch, tokenizer: Tokenizer) -> _Ids:
-    dtype = token_dtype(tokenizer.vocab_size)
-    ids = tokenizer.encode_batch([document.text for _, document in batch.documents])
-    return [np.fromiter(each, dtype, count=len(each)) for each in ids]

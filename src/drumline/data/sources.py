@@ -37,9 +37,7 @@ def documents(source: str, reading: Reading | None = None, *, split: str = "trai
     if empty:
         skipped = reading.skipped
         first = f"; {skipped.count} skipped, first: {skipped.first[0]}" if skipped.count else ""
-        raise DataError(
-            f"{source} gives no documents{first}", fix="choose a source with text, or its field with --field NAME"
-        )
+        raise DataError(f"{source} gives no documents{first}", fix="choose another source, or its --field")
 
 
 def has_split(source: str, split: str) -> bool:
@@ -95,9 +93,6 @@ class Files:
 class _Builtin(Files):
     """The source of the running interpreter's standard library: real text that every machine has."""
 
-    def __init__(self) -> None:
-        super().__init__("builtin", _builtin_files)
-
     def key(self) -> str:
         version = f"{platform.python_implementation()} {platform.python_version()}"
         return f"builtin {version}: {len(self.list_files())} files, {self.size_bytes('train')} bytes"
@@ -122,13 +117,10 @@ def _builtin_files() -> list[Path]:
 def _source(source: str) -> Source:
     """What a source string means. What exists on disk comes first, except for the word `builtin`."""
     if source == "builtin":
-        return _Builtin()
+        return _Builtin("builtin", _builtin_files)
     path = Path(source).expanduser()
-    try:
-        if path.is_file():
-            return Files(str(path), lambda: [path])
-    except OSError as error:
-        cannot_be_listed(error)
+    if os.path.isfile(path):
+        return Files(str(path), lambda: [path])
     from drumline.data.other_sources import other_source
 
     return other_source(source, path)

@@ -38,17 +38,17 @@ PARQUET_BATCH_ROWS = 64
 _MEND = "mend the file, or skip what is damaged with --on_error skip"
 
 
-def read_structured(file: io.BufferedReader, path: Path, *, name: str, reading: Reading) -> Iterator[Document]:
+def read_structured(stream: BinaryIO, *, name: str, reading: Reading) -> Iterator[Document]:
     """The documents of a file whose suffixes say that it holds rows, is compressed, or both."""
-    kind, compression = file_kind(path)
+    kind, compression = file_kind(Path(name))
     try:
-        stream = _decompressed(file, compression)
+        content = _decompressed(stream, compression)
         if kind == ".parquet":
-            yield from _read_parquet(stream, name=name, reading=reading, seekable=not compression)
+            yield from _read_parquet(content, name=name, reading=reading, seekable=not compression)
         elif kind in STRUCTURED_SUFFIXES:
-            yield from _read_json(stream, name=name, reading=reading, may_be_array=kind == ".json")
+            yield from _read_json(content, name=name, reading=reading, may_be_array=kind == ".json")
         else:
-            yield from read_plain(stream, name=name, reading=reading)
+            yield from read_plain(content, name=name, reading=reading)
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         reading.bad(f"{name} is damaged or cut short: {error}", fix=MAKE_AGAIN)
 
@@ -130,9 +130,9 @@ class _ZstdFile(io.RawIOBase):
         return len(taken)
 
 
-def _decompressed(file: io.BufferedReader, compression: str) -> io.BufferedReader:
+def _decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
     if not compression:
-        return file
+        return cast(io.BufferedReader, file)
     if compression == ".gz":
         raw = cast(io.RawIOBase, gzip.GzipFile(fileobj=file, mode="rb"))
     elif compression == ".xz":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -77,7 +76,10 @@ def read_file(path: Path, *, name: str, reading: Reading) -> Iterator[Document]:
     try:
         size_bytes = path.stat().st_size
         with open(path, "rb", buffering=1 << 17) as file:
-            for document in _documents(file, path, name=name, reading=reading):
+            reader = read_plain
+            if path.suffix.lower() in STRUCTURED_SUFFIXES + COMPRESSED_SUFFIXES:
+                from drumline.data.structured_files import read_structured as reader
+            for document in reader(file, name=name, reading=reading):
                 # The position in the file itself: for a compressed file, compressed bytes.
                 position_bytes = min(max(file.tell(), reported_bytes), size_bytes) if size_bytes else 0  # 0: a pipe
                 reading.on_bytes(position_bytes - reported_bytes)
@@ -86,14 +88,6 @@ def read_file(path: Path, *, name: str, reading: Reading) -> Iterator[Document]:
     except OSError as error:
         reading.bad(f"{name} cannot be read: {error.strerror or error}", fix=MAKE_AGAIN)
     reading.on_bytes(size_bytes - reported_bytes)  # what was left unread: other columns, or all after the damage
-
-
-def _documents(file: BufferedReader, path: Path, *, name: str, reading: Reading) -> Iterator[Document]:
-    if path.suffix.lower() not in STRUCTURED_SUFFIXES + COMPRESSED_SUFFIXES:
-        return read_plain(file, name=name, reading=reading)
-    from drumline.data.structured_files import read_structured
-
-    return read_structured(file, path, name=name, reading=reading)
 
 
 def read_plain(stream: BinaryIO, *, name: str, reading: Reading) -> Iterator[Document]:

@@ -35,10 +35,10 @@ _BETWEEN_WORDS = re.compile(r"[^\W_](?=[ \n][^\W_])")
 class Tokenizer:
     """A tokenizer.json at work. It never changes after it is made, so threads may share it."""
 
-    def __init__(self, serialized: str, *, origin: str) -> None:
+    def __init__(self, serialized: bytes, *, origin: str) -> None:
         """serialized: the content of a tokenizer.json. origin: where it is from, for errors."""
         try:
-            inner = tokenizers.Tokenizer.from_str(serialized)
+            inner = tokenizers.Tokenizer.from_str(serialized.decode())
         except Exception as error:  # the library raises a bare Exception for anything it cannot read
             raise DataError(
                 f"{origin} is not a tokenizer.json: {error}",
@@ -48,10 +48,10 @@ class Tokenizer:
             # Saved with a model's sequence length in it: documents would be cut or padded without a word.
             inner.no_truncation()
             inner.no_padding()
-            serialized = inner.to_str(pretty=True)
+            serialized = inner.to_str(pretty=True).encode()
         inner.encode_special_tokens = True
         self._inner = inner
-        self._serialized = serialized.encode()
+        self._serialized = serialized
         self._cuts = _may_cut(serialized)
         self.end_of_text = self._find_end_of_text(origin)
         """The id that follows every document."""
@@ -75,20 +75,16 @@ class Tokenizer:
             show_progress=False,
         )
         inner.train_from_iterator(texts, trainer)
-        return cls(inner.to_str(pretty=True), origin="the trained tokenizer")
+        return cls(inner.to_str(pretty=True).encode(), origin="the trained tokenizer")
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read a tokenizer.json, drumline's or any other."""
         try:
-            serialized = Path(path).read_bytes().decode()
+            serialized = Path(path).read_bytes()
         except OSError as error:
             raise DataError(
                 f"the tokenizer {path} cannot be read: {error.strerror}", fix="give the path of a tokenizer.json"
-            ) from error
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path} is not a tokenizer.json: it is not text", fix="give the path of a tokenizer.json"
             ) from error
         return cls(serialized, origin=str(path))
 
@@ -123,16 +119,16 @@ class Tokenizer:
 
     def _find_end_of_text(self, origin: str) -> int:
         for token in ENDS_OF_TEXT:
-            found: int | None = self._inner.token_to_id(token)
-            if found is not None:
-                return found
+            token_id: int | None = self._inner.token_to_id(token)
+            if token_id is not None:
+                return token_id
         raise DataError(
             f"{origin} has no token that ends a text (looked for {', '.join(ENDS_OF_TEXT)})",
             fix=f"add {END_OF_TEXT} to it as a special token, or leave --tokenizer out to train one",
         )
 
 
-def _may_cut(serialized: str) -> bool:
+def _may_cut(serialized: bytes) -> bool:
     """Whether a text's ids are those of its pieces, cut between words.
 
     So it is where the text is taken as it is and GPT-2's pattern parts it before anything else is done: the pattern
@@ -151,9 +147,9 @@ def _may_cut(serialized: str) -> bool:
 
 def _pieces(text: str) -> list[str]:
     pieces, start = [], 0
-    while len(text) - start > PIECE_CHARS and (found := _BETWEEN_WORDS.search(text, start + PIECE_CHARS)):
-        pieces.append(text[start : found.end()])
-        start = found.end()
+    while len(text) - start > PIECE_CHARS and (word_end := _BETWEEN_WORDS.search(text, start + PIECE_CHARS)):
+        pieces.append(text[start : word_end.end()])
+        start = word_end.end()
     return [*pieces, text[start:]]
 
 
@@ -161,29 +157,29 @@ class StreamDecoder:
     """Text from ids that come one at a time; what it gives, joined, is the decoding of all of them.
 
     An id can end within a character, and in some tokenizers a token's text depends on the one before it. So the last
-    piece that was given is kept and decoded again with the new ids, and text is held back while it ends in U+FFFD.
+    piece that was given is kept and decoded again with the new ids, and text waits while it ends in U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._given: list[int] = []
-        self._held: list[int] = []
+        self._decoded: list[int] = []
+        self._pending: list[int] = []
 
     def push(self, token: int) -> str:
         """The text that is now complete; empty while a character is cut."""
-        self._held.append(token)
-        text = self._held_text()
+        self._pending.append(token)
+        text = self._pending_text()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
-        self._given, self._held = self._held, []
+        self._decoded, self._pending = self._pending, []
         return text
 
     def flush(self) -> str:
-        """What is still held back, at the end; half a character comes out as U+FFFD."""
-        text = self._held_text()
-        self._given, self._held = [], []
+        """What is still pending, at the end; half a character comes out as U+FFFD."""
+        text = self._pending_text()
+        self._decoded, self._pending = [], []
         return text
 
-    def _held_text(self) -> str:
-        given_chars = len(self._tokenizer.decode(self._given))
-        return self._tokenizer.decode(self._given + self._held)[given_chars:]
+    def _pending_text(self) -> str:
+        decoded_chars = len(self._tokenizer.decode(self._decoded))
+        return self._tokenizer.decode(self._decoded + self._pending)[decoded_chars:]

@@ -1,4 +1,4 @@
-"""Token files: written once, hashed, memory-mapped ever after. Knows the files and their manifest, not how text got in.
+"""Token files and their manifest: written once, hashed, memory-mapped ever after. Knows nothing of text.
 
 A prepared folder holds, for each split (`train`, `valid`):
 
@@ -13,37 +13,99 @@ already is opened by `drumline.data.opening`.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import os
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from drumline.data.manifest import (
-    FORMAT,
-    MANIFEST,
-    TOKENIZER,
-    FileRecord,
-    Manifest,
-    SplitRecord,
-    split_files,
-    token_dtype,
-)
 from drumline.errors import DataError
+from drumline.files import file_sha256, flush
+
+FORMAT = "drumline-tokens"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SplitRecord:
+    """What a manifest says of a split. text_bytes: UTF-8 bytes of the text, ends of text not counted."""
+
+    tokens: int
+    documents: int
+    text_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a prepared folder holds."""
+
+    drumline_version: str
+    source: str
+    """What the text was, as the user named it."""
+    source_key: str
+    """Which state of it was read: files with sizes and times, a version, a name."""
+    key: str
+    """A digest of everything that decides the folder's content; equal keys mean equal tokens."""
+    vocab_size: int
+    end_of_text: int
+    splits: dict[str, SplitRecord]
+    files: dict[str, FileRecord]
+
+    @property
+    def dtype(self) -> str:
+        return token_dtype(self.vocab_size)
+
+    def write(self, folder: Path) -> None:
+        """Write manifest.json and flush it to the disk."""
+        content = {
+            "format": FORMAT,
+            "format_version": FORMAT_VERSION,
+            "dtype": np.dtype(self.dtype).name,
+            "tokenizer_sha256": self.files[TOKENIZER].sha256,
+            **asdict(self),
+        }
+        (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        flush(folder / MANIFEST)
+
+
+def flushed(path: Path) -> FileRecord:
+    """Flush a finished file to the disk; its record."""
+    flush(path)
+    return FileRecord(path.stat().st_size, file_sha256(path))
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The numpy dtype that a token file of this vocabulary has."""
+    return "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
+def split_files(split: str) -> tuple[str, str, str]:
+    """Names of a split's files: tokens, ends of documents, names of documents."""
+    return f"{split}.bin", f"{split}.documents.bin", f"{split}.names.txt"
 
 
 class TokenWriter:
-    """Appends documents to one split of a folder and hashes the files as they grow."""
+    """Appends documents to one split of a folder."""
 
     def __init__(self, folder: Path, split: str, *, vocab_size: int, end_of_text: int) -> None:
         self._dtype = token_dtype(vocab_size)
         self._vocab_size = vocab_size
         self._end = np.array([end_of_text], dtype=self._dtype).tobytes()
-        self._files = [_HashedFile(folder / name) for name in split_files(split)]
+        self._paths = [folder / name for name in split_files(split)]
+        self._files = [open(path, "wb", buffering=1 << 20) for path in self._paths]  # noqa: SIM115 - see abandon()
         self.tokens = self.documents = self.text_bytes = 0
 
     def add(self, name: str, ids: npt.ArrayLike, *, text_bytes: int) -> None:
@@ -64,36 +126,16 @@ class TokenWriter:
 
     def close(self) -> tuple[SplitRecord, dict[str, FileRecord]]:
         """Flush to the disk; what was written, and the record of each file by its name."""
-        files = {file.name: file.close() for file in self._files}
+        for file in self._files:
+            file.close()
+        files = {path.name: flushed(path) for path in self._paths}
         return SplitRecord(tokens=self.tokens, documents=self.documents, text_bytes=self.text_bytes), files
 
     def abandon(self) -> None:
         """Close the files without care for what is in them."""
         for file in self._files:
-            file.abandon()
-
-
-class _HashedFile:
-    def __init__(self, path: Path) -> None:
-        self.name = path.name
-        self._file = open(path, "wb", buffering=1 << 20)  # noqa: SIM115 - closed by close() or abandon()
-        self._sha256 = hashlib.sha256()
-        self._bytes = 0
-
-    def write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._sha256.update(data)
-        self._bytes += len(data)
-
-    def close(self) -> FileRecord:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return FileRecord(bytes=self._bytes, sha256=self._sha256.hexdigest())
-
-    def abandon(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk: the last buffer cannot be written
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk: the last buffer cannot be written
+                file.close()
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from drumline.config import DataConfig, TrainConfig
 from drumline.data.corpus import Corpus
-from drumline.data.manifest import TOKENIZER
 from drumline.data.preparing import Prepared, ProgressCallback, Recipe, prepare
 from drumline.data.text_files import Skipped
 from drumline.data.tokenizer import Tokenizer
-from drumline.data.tokens import TokenFile, is_tokens, map_split
+from drumline.data.tokens import TOKENIZER, TokenFile, is_tokens, map_split
 from drumline.errors import ConfigError
 
 
@@ -48,5 +47,5 @@ def _prepared(data: DataConfig, progress: ProgressCallback | None) -> Prepared:
             fix="give both as text, or both as tokens made by one `drumline prepare`",
         )
     corpus = Corpus(data.train_data_path, data.field, data.on_error, data.valid_data_path, data.valid_fraction)
-    recipe = Recipe(corpus, data.tokenizer, data.vocab_size or 0)
+    recipe = Recipe(corpus, Tokenizer.load(data.tokenizer) if data.tokenizer else None, data.vocab_size or 0)
     return prepare(recipe, Path(data.data_dir, recipe.folder_name), progress=progress)

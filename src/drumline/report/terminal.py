@@ -70,7 +70,7 @@ def _speed(progress: PrepareProgress, since: float) -> str:
 
 def prepared_lines(made: Prepared) -> list[str]:
     """What `prepare` made, for people."""
-    text_mb = made.manifest.text_bytes / 1e6
+    text_mb = sum(split.text_bytes for split in made.manifest.splits.values()) / 1e6
     how = f"{text_mb:.1f} MB of text in {made.seconds:.1f} s ({text_mb / made.seconds:.1f} MB/s)"
     how = "there already" if made.reused else how
     lines = [f"{made.path}: {how}, vocabulary {made.manifest.vocab_size:,}"]

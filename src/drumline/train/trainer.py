@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, default_collate
 
 from drumline.checkpoint import Retention
 from drumline.config import Backend, BatchConfig, Device, Dtype, OnNonfinite
-from drumline.data import BatchPlan, items_of, plan_batches
+from drumline.data import BatchPlan, plan_batches, visits
 from drumline.errors import ConfigError, DataError
 from drumline.files import RunFolder
 from drumline.parallel import compare, join, make_strategy, pick_dtype, versions
@@ -142,7 +142,7 @@ class DatasetBatches:
             raise DataError("the dataset has no samples", fix="give Trainer a dataset whose len() is 1 or more")
 
     def micro_batch(self, step: int, index: int) -> Any:
-        return default_collate([self._dataset[i] for i in items_of(self, self._seed, step, index).tolist()])
+        return default_collate([self._dataset[i] for i in visits(self, self._seed, step, index).tolist()])
 
     def names(self, step: int, index: int | None = None) -> list[str]:
-        return [f"sample {i}" for i in items_of(self, self._seed, step, index).tolist()]
+        return [f"sample {i}" for i in visits(self, self._seed, step, index).tolist()]
