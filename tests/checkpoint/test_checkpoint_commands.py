@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from helpers.saved import save, state, trained
 
-from drumline.checkpoint.checkpoints import checkpoint_paths, tensors_of
+from drumline.checkpoint.checkpoints import checkpoint_paths
 from drumline.checkpoint.export import open_single_file
 from drumline.checkpoint.retention import step_of
 from drumline.checkpoint.snapshots import Snapshots
+from drumline.checkpoint.state import tensors_of
 from drumline.cli.app import run_command
 from drumline.files.run_folder import RunFolder
 

@@ -9,7 +9,10 @@ from helpers.saved import Tied, save, trained
 from torch import nn
 
 from drumline.checkpoint import checkpoints
-from drumline.checkpoint.checkpoints import RunState, commit, load, newest_valid, open_checkpoint, tensors_of
+from drumline.checkpoint.checkpoints import RunState, commit, newest_valid, open_checkpoint
+from drumline.checkpoint.parts import divide
+from drumline.checkpoint.restoring import load
+from drumline.checkpoint.state import optimizer_state, tensors_of, weights_sha256
 from drumline.checkpoint.storage import FileFacts, write_tensors
 from drumline.errors import CheckpointError
 from drumline.files.run_folder import RunFolder
@@ -34,14 +37,14 @@ def test_a_loaded_checkpoint_goes_on_to_the_same_bits_however_many_ranks_wrote_i
     tensors = tensors_of(model, optimizer)
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     files: FileFacts = {}
-    for part, names in enumerate(checkpoints.divide(sizes, parts)):
+    for part, names in enumerate(divide(sizes, parts)):
         own = {name: tensors[name] for name in names}
         files |= write_tensors(own, aside, part=part, parts=parts, reached=lambda point: None)
     state = RunState(
         step=3,
         facts={"a": 1},
         scaler={"scale": 2.0},
-        optimizer=checkpoints.optimizer_state(model, optimizer)[1],
+        optimizer=optimizer_state(model, optimizer)[1],
         detours=[[1, 2]],
         valid_loss=0.5,
     )
@@ -55,7 +58,7 @@ def test_a_loaded_checkpoint_goes_on_to_the_same_bits_however_many_ranks_wrote_i
         o.zero_grad()
         m.head(m.norm(m.embedding(torch.arange(7)))).square().mean().backward()
         o.step()
-    assert checkpoints.weights_sha256(model) == checkpoints.weights_sha256(other)
+    assert weights_sha256(model) == weights_sha256(other)
 
 
 def test_a_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
@@ -74,8 +77,8 @@ def test_a_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
 
 def test_parts_are_about_as_large_as_each_other_and_the_same_on_every_rank() -> None:
     sizes = {f"tensor{n}": n**3 % 101 + 1 for n in range(50)}
-    dealt = checkpoints.divide(sizes, 4)
-    assert dealt == checkpoints.divide(dict(reversed(sizes.items())), 4)
+    dealt = divide(sizes, 4)
+    assert dealt == divide(dict(reversed(sizes.items())), 4)
     assert sorted(name for part in dealt for name in part) == sorted(sizes)
     loads = [sum(sizes[name] for name in part) for part in dealt]
     assert max(loads) - min(loads) <= max(sizes.values())
@@ -83,11 +86,11 @@ def test_parts_are_about_as_large_as_each_other_and_the_same_on_every_rank() -> 
 
 def test_the_fingerprint_sees_every_bit_name_and_type() -> None:
     model, _ = trained()
-    before = checkpoints.weights_sha256(model)
+    before = weights_sha256(model)
     with torch.no_grad():
         model.norm.bias[0] = torch.nextafter(model.norm.bias[0], torch.tensor(9.0))
-    assert checkpoints.weights_sha256(model) != before
-    assert checkpoints.weights_sha256(nn.Sequential(nn.Linear(2, 2))) != checkpoints.weights_sha256(nn.Linear(2, 2))
+    assert weights_sha256(model) != before
+    assert weights_sha256(nn.Sequential(nn.Linear(2, 2))) != weights_sha256(nn.Linear(2, 2))
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_first_difference(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import torch
 from helpers.saved import Tied, flipped, save
 
 from drumline.checkpoint import checkpoints
-from drumline.checkpoint.checkpoints import load, newest_valid, open_checkpoint
+from drumline.checkpoint.checkpoints import newest_valid, open_checkpoint
 from drumline.checkpoint.export import open_single_file, write_single_file
-from drumline.checkpoint.resuming import find
+from drumline.checkpoint.restoring import find, load
 from drumline.errors import CheckpointError
 from drumline.files.disk import file_sha256
 from drumline.files.run_folder import RunFolder

@@ -24,8 +24,10 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 
 from drumline.checkpoint import saver as saver_module
-from drumline.checkpoint.checkpoints import load, newest_valid, open_checkpoint, weights
+from drumline.checkpoint.checkpoints import newest_valid, open_checkpoint
+from drumline.checkpoint.restoring import load
 from drumline.checkpoint.snapshots import Snapshots
+from drumline.checkpoint.state import weights
 from drumline.errors import CheckpointError
 from drumline.files.run_folder import RunFolder
 from drumline.parallel.world import Place, World
@@ -252,7 +254,9 @@ def test_a_run_that_must_stop_gives_up_after_a_few_tries_and_says_what_is_saved(
             saver.finish(state(9), give_up=lambda: True)
     assert "the newest checkpoint is of step 3" in raised.value.problem and "kept in /dev/shm" in raised.value.problem
     assert [event["event"] for _, event in told] == ["save failed"] * 3
-    kept = Snapshots(folder.path / "memory", folder).newest(warn=print)
+    snapshots = Snapshots.of(RunFolder(folder.path))
+    kept = snapshots.newest(warn=print)
+    snapshots.clear()
     assert kept is not None and kept.step == 9  # a start that comes soon enough goes on from there
 
 
@@ -324,7 +328,7 @@ def test_a_rank_that_is_ahead_keeps_what_it_wrote_of_the_next_checkpoint(tmp_pat
 
 STAGED = """
 import threading, psutil, torch
-from drumline.checkpoint.staging import Staging
+from drumline.checkpoint.state import Staging
 torch.set_num_threads(4)
 counts = []
 def prepare():

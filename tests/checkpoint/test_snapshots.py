@@ -13,10 +13,11 @@ from helpers.gated import gated
 from helpers.saved import saver_of, state, trained
 from helpers.small import small
 
-from drumline.checkpoint import snapshots as snapshots_module
-from drumline.checkpoint.checkpoints import checkpoint_paths, tensors_of
+from drumline.checkpoint import resuming
+from drumline.checkpoint.checkpoints import checkpoint_paths
 from drumline.checkpoint.retention import step_of
 from drumline.checkpoint.snapshots import Snapshots
+from drumline.checkpoint.state import tensors_of
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
 
@@ -32,7 +33,7 @@ SNAPSHOTS = ("--snapshot_every", "1")
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in the place of /dev/shm."""
     (tmp_path / "shm").mkdir()
-    monkeypatch.setattr(snapshots_module, "MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(resuming, "MEMORY", tmp_path / "shm")
     return tmp_path / "shm"
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.checkpoint.checkpoints import RunState, commit, optimizer_state, tensors_of
+from drumline.checkpoint.checkpoints import RunState, commit
 from drumline.checkpoint.retention import Retention
 from drumline.checkpoint.saver import Saver
 from drumline.checkpoint.snapshots import Snapshots
+from drumline.checkpoint.state import optimizer_state, tensors_of
 from drumline.checkpoint.storage import FileFacts, write_tensors
 from drumline.files.run_folder import RunFolder
 from drumline.parallel.world import Place, World
@@ -77,7 +78,7 @@ def saver_of(
         model,
         optimizer,
         retention=Retention(),
-        snapshots=snapshots or Snapshots(folder.path / "memory", folder),
+        snapshots=snapshots,
         takes_snapshots=snapshots is not None,
         about={},
         tell=tell,

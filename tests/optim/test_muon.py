@@ -10,7 +10,8 @@ from helpers.ranks import train_ranks
 from helpers.small import small
 from torch import Tensor
 
-from drumline.checkpoint.checkpoints import load_optimizer, optimizer_state
+from drumline.checkpoint.restoring import load_optimizer
+from drumline.checkpoint.state import optimizer_state
 from drumline.config import GPTConfig, OptimConfig
 from drumline.files.run_folder import RunFolder
 from drumline.model.gpt import GPT

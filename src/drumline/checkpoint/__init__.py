@@ -1,20 +1,17 @@
-"""A run's state <-> disk and memory."""
+"""A run's state <-> disk and memory.
+
+checkpoints: the format on disk, written whole and verified. storage: its tensors as safetensors files. state: which
+tensors a run has. saver: saves while training goes on (parts: by several ranks; trouble: when a disk refuses;
+snapshots: in memory; retention: what is kept). resuming: whether there is something to go on from; restoring: how.
+export: a checkpoint as one .pt file. commands: what `drumline checkpoint` does.
+"""
 
 from typing import TYPE_CHECKING
 
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.checkpoint.checkpoints import (
-        RunState,
-        checkpoint_paths,
-        load,
-        newest_valid,
-        open_checkpoint,
-        valid_ones,
-        weights,
-        weights_sha256,
-    )
+    from drumline.checkpoint.checkpoints import RunState, checkpoint_paths, newest_valid, open_checkpoint, valid_ones
     from drumline.checkpoint.commands import (
         Listed,
         export_checkpoint,
@@ -22,9 +19,11 @@ if TYPE_CHECKING:
         prune_checkpoints,
         verify_checkpoints,
     )
-    from drumline.checkpoint.resuming import check_resume, resume, what_to_resume
+    from drumline.checkpoint.restoring import load
+    from drumline.checkpoint.resuming import check_resume, find_snapshots, resume, what_to_resume
     from drumline.checkpoint.retention import Retention
     from drumline.checkpoint.saver import Saver
     from drumline.checkpoint.snapshots import Snapshots
+    from drumline.checkpoint.state import weights, weights_sha256
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -20,13 +20,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from drumline.checkpoint.storage import SUFFIX, FileFacts, kind_of, read_tensors, stored_shapes
+from drumline.checkpoint.storage import SUFFIX, FileFacts
 from drumline.errors import CheckpointError
 from drumline.files import CHECKPOINT_PREFIX, RunFolder, file_sha256, flush
-from drumline.parallel import World, waiting_for
 
 RUN, MANIFEST = "run.json", "manifest.json"
 FORMAT = 2
@@ -70,22 +68,6 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return self.state.step
-
-
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Every tensor of a run by its name in a checkpoint, in the same order on every rank."""
-    return {**weights(model), **optimizer_state(model, optimizer)[0]}
-
-
-def divide(sizes: dict[str, int], parts: int) -> list[list[str]]:
-    """Names dealt out so that each part has about as many bytes; the same on every rank."""
-    dealt: list[list[str]] = [[] for _ in range(parts)]
-    load = [0] * parts
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        lightest = load.index(min(load))
-        dealt[lightest].append(name)
-        load[lightest] += sizes[name]
-    return dealt
 
 
 def commit(
@@ -187,49 +169,10 @@ def _sealed(manifest: dict[str, Any]) -> str:
     return json.dumps({**manifest, "sha256": _seal(manifest)}, indent=2) + "\n"
 
 
-def load(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Read a verified checkpoint into a model and, for training on, its optimizer."""
-    held = checkpoint.tensors
-    stored = {n: (t.dtype, t.shape) for n, t in held.items()} if held is not None else stored_shapes(checkpoint.path)
-    _check_model({name: shape for name, (_, shape) in stored.items() if kind_of(name) == "model"}, checkpoint, model)
-    _fill(weights(model), checkpoint)
-    if optimizer is not None:
-        _check_optimizer([*(name for name in stored if "/" in name), *checkpoint.state.optimizer], checkpoint, model)
-        wanted = {name: about for name, about in stored.items() if kind_of(name) == "optimizer"}
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in wanted.items()}
-        _fill(tensors, checkpoint)
-        load_optimizer(tensors, checkpoint.state.optimizer, model, optimizer)
-
-
-def _fill(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
-    with torch.no_grad():
-        if checkpoint.tensors is not None:
-            for name, tensor in tensors.items():
-                tensor.copy_(checkpoint.tensors[name])
-        elif tensors:
-            read_tensors(tensors, checkpoint.path)
-
-
-def share(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, source: int) -> None:
-    """Give every rank the weights and optimizer state of one of them."""
-    if world.store is None:
-        return
-    with waiting_for("the weights of the checkpoint"):
-        world.broadcast(list(weights(model).values()), source=source)
-    tensors, scalars = optimizer_state(model, optimizer) if world.rank == source else ({}, {})
-    own: list[Any] = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
-    shapes, scalars = world.gather([own, scalars])[source]
-    if world.rank != source:
-        empty = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in shapes}
-        load_optimizer(empty, scalars, model, optimizer)
-        tensors, _ = optimizer_state(model, optimizer)
-    world.broadcast([tensors[name] for name, _, _ in shapes], source=source)
-
-
 def checkpoint_paths(folder: Path) -> list[Path]:
     """Complete checkpoints by name, oldest first; not verified."""
-    found = [path for path in folder.glob(f"{CHECKPOINT_PREFIX}*") if _step_in(path.name).isdecimal()]
-    return sorted(found, key=lambda path: int(_step_in(path.name)))
+    paths = [path for path in folder.glob(f"{CHECKPOINT_PREFIX}*") if _step_in(path.name).isdecimal()]
+    return sorted(paths, key=lambda path: int(_step_in(path.name)))
 
 
 def newest_valid(folder: Path, *, warn: Callable[[str], None], before: int | None = None) -> Checkpoint | None:
@@ -262,81 +205,6 @@ def set_aside(path: Path, why: str) -> str:
     except OSError as error:  # a read-only disk: it stays where it is, and is passed over again next time
         return f"it cannot be set aside ({error.strerror})"
     return f"set aside as {aside.name}"
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor a model must keep, by name; one that is shared (tied embeddings) appears once, by its first name."""
-    seen: set[int] = set()
-    kept: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            kept[name] = tensor.detach()
-    return kept
-
-
-def weights_sha256(model: nn.Module) -> str:
-    """The fingerprint of a model: over names, dtypes, shapes and bytes in name order."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(weights(model).items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizer's state as tensors by "kind/parameter", and what of it is not a tensor."""
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, Any] = {}
-    for name, parameter in model.named_parameters():
-        for kind, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                tensors[f"{kind}/{name}"] = value
-            else:
-                scalars[f"{kind}/{name}"] = value
-    return tensors, scalars
-
-
-def load_optimizer(
-    tensors: dict[str, Tensor], scalars: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
-    parameters = dict(model.named_parameters())
-    # Fused optimizers count their steps on the device; the others want that count on the CPU.
-    counts_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-    optimizer.state.clear()
-    for key, tensor in tensors.items():
-        kind, name = key.split("/", 1)
-        moves = kind != "step" or counts_on_device
-        optimizer.state[parameters[name]][kind] = tensor.to(parameters[name].device) if moves else tensor
-    for key, value in scalars.items():
-        kind, name = key.split("/", 1)
-        optimizer.state[parameters[name]][kind] = value
-
-
-def _check_model(stored: dict[str, torch.Size], checkpoint: Checkpoint, model: nn.Module) -> None:
-    here = weights(model)
-    missing, extra = sorted(here.keys() - stored.keys()), sorted(stored.keys() - here.keys())
-    shapes = [
-        f"{name}: {tuple(stored[name])} there, {tuple(tensor.shape)} here"
-        for name, tensor in here.items()
-        if name in stored and stored[name] != tensor.shape
-    ]
-    if missing or extra or shapes:
-        raise CheckpointError(
-            f"{checkpoint.path} is of another model: {len(missing)} tensors missing, {len(extra)} unknown, "
-            f"{len(shapes)} of another shape (first: {(missing + extra + shapes)[0]})",
-            fix="give the settings the checkpoint's run had (its config.toml has them)",
-        )
-
-
-def _check_optimizer(names: list[str], checkpoint: Checkpoint, model: nn.Module) -> None:
-    unknown = {name.partition("/")[2] for name in names} - dict(model.named_parameters()).keys()
-    if unknown:
-        raise CheckpointError(
-            f"{checkpoint.path} is of another model: it has optimizer state of {len(unknown)} parameters that are not "
-            f"here (first: {min(unknown)})",
-            fix="give the settings the checkpoint's run had (its config.toml has them)",
-        )
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

@@ -10,20 +10,23 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 from torch import Tensor
 
 from drumline.checkpoint.checkpoints import Checkpoint, RunState, commit, newest_valid
+from drumline.checkpoint.resuming import snapshot_folder
+from drumline.checkpoint.state import Staging
 from drumline.checkpoint.storage import write_tensors
 from drumline.files import CHECKPOINT_PREFIX, Lock, RunFolder
 from drumline.units import count
 
-MEMORY = Path("/dev/shm")
 _FORGOTTEN_S = 7 * 86400.0
-_OWNER = "run"
+_LOCK, _OWNER = ".lock", "run"
 """The file that holds the path of the run's folder."""
 
 
@@ -37,17 +40,18 @@ class Snapshots:
     @classmethod
     def of(cls, run: RunFolder, run_id: str | None = None) -> Snapshots:
         """run_id: of this very run (rank 0 knows it), so that a new run in the same folder never meets an old one's"""
-        return cls(MEMORY / f"drumline-{os.getuid()}" / (run_id or run.run_id()), run)
+        return cls(snapshot_folder(run_id or run.run_id()), run)
 
     def no_room(self, state_bytes: int) -> str | None:
         """Why snapshots of this size cannot be kept here; None if they can."""
+        memory = self.folder.parents[1]
         needed = 2 * state_bytes  # a new one is complete before the old one goes
         try:
-            free = min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) + _bytes_in(self.folder)
+            free = min(shutil.disk_usage(memory).free, psutil.virtual_memory().available) + _bytes_in(self.folder)
         except OSError as error:
-            return f"there is no {MEMORY} ({error.strerror})"
+            return f"there is no {memory} ({error.strerror})"
         if free < needed:
-            return f"they need {count(needed)}B of memory in {MEMORY}, and {count(free)}B are free"
+            return f"they need {count(needed)}B of memory in {memory}, and {count(free)}B are free"
         return None
 
     def save(self, tensors: dict[str, Tensor], state: RunState) -> None:
@@ -68,7 +72,7 @@ class Snapshots:
     def _is_ours(self) -> bool:
         """Two launchers of one run may share a machine, as in a drill: one of them is enough."""
         if self._lock is None:
-            lock = Lock(self.folder / ".lock")
+            lock = Lock(self.folder / _LOCK)
             if not lock.take():
                 lock.close()
                 return False
@@ -88,7 +92,7 @@ class Snapshots:
                 continue
             old = time.time() - folder.stat().st_mtime > _FORGOTTEN_S
             if old or not Path(owner.read_text(encoding="utf-8")).exists():
-                lock = Lock(folder / ".lock")
+                lock = Lock(folder / _LOCK)
                 if lock.take():
                     shutil.rmtree(folder, ignore_errors=True)
                 lock.close()
@@ -103,11 +107,52 @@ class Snapshots:
             self.folder.parent.rmdir()
 
 
+class SnapshotTaker:
+    """Takes snapshots while training goes on, by the saver's thread."""
+
+    def __init__(
+        self, snapshots: Snapshots, thread: ThreadPoolExecutor, tell: Callable[[str, dict[str, Any]], None]
+    ) -> None:
+        self._snapshots, self._thread, self._tell = snapshots, thread, tell
+        self._under_way: Future[None] | None = None
+        self._off = False
+
+    def take(self, tensors: dict[str, Tensor], staging: Staging, state: RunState) -> None:
+        if why := self._snapshots.no_room(sum(tensor.nbytes for tensor in tensors.values())):
+            self._switch_off(why)
+        else:
+            self._under_way = self._thread.submit(self._snapshots.save, staging.copy(tensors), state)
+
+    def busy(self) -> bool:
+        return self._under_way is not None and not self._under_way.done()
+
+    def wait(self) -> None:
+        if self._under_way is not None:
+            self._under_way.exception()
+
+    def poll(self) -> None:
+        if self._under_way is None or not self._under_way.done():
+            return
+        error, self._under_way = self._under_way.exception(), None
+        if error is None:
+            self._off = False
+        else:
+            from drumline.checkpoint.trouble import explain
+
+            self._switch_off(explain(error))
+
+    def _switch_off(self, why: str) -> None:
+        """Snapshots are off for as long as there is no room for them; said once."""
+        if not self._off:
+            self._tell(f"warning: snapshots are off: {why}", {"event": "snapshots off", "why": why})
+        self._off = True
+
+
 def _bytes_in(folder: Path) -> int:
     """What its files hold; another launcher of the run on this machine may be replacing them meanwhile."""
-    held = 0
+    total = 0
     for parent, _, names in os.walk(folder):  # passes over folders that are gone
         for name in names:
             with suppress(FileNotFoundError):
-                held += os.stat(os.path.join(parent, name)).st_size
-    return held
+                total += os.stat(os.path.join(parent, name)).st_size
+    return total

@@ -60,10 +60,11 @@ class RunFolder:
 
     def run_id(self) -> str:
         """A name that no other run has, not even a later one in a folder of the same path."""
-        with suppress(OSError):
-            if not self.identity.exists():
-                replace_text(self.identity, uuid.uuid4().hex)
-            self._run_id = self.identity.read_text(encoding="utf-8").strip()
+        if not self._run_id:
+            with suppress(OSError):
+                if not self.identity.exists():
+                    replace_text(self.identity, uuid.uuid4().hex)
+                self._run_id = self.identity.read_text(encoding="utf-8").strip()
         self._run_id = self._run_id or uuid.uuid4().hex  # on a disk that takes nothing it lasts as long as the process
         return self._run_id
 

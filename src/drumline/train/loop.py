@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.checkpoint import Retention, RunState, Saver, Snapshots, resume, valid_ones, weights, weights_sha256
+from drumline.checkpoint import Retention, RunState, Saver, find_snapshots, resume, valid_ones, weights, weights_sha256
 from drumline.data import Batches, mix
 from drumline.errors import DrumlineError, TrainingError
 from drumline.files import LineFile, RunFolder
@@ -342,10 +342,7 @@ class Loop:
         self._out, self._events = records, LineFile(self.folder.events)
         self._guard = Guard(self.guard_rules, self.world, self.batches, self.precision, tell=self._tell)
         self._pace = Pace(self.world, self.batches.plan, self.pulse, tell=self._tell)
-        run_id = self.world.on_main(self.folder.run_id)
-        self._snapshots = Snapshots.of(self.folder, run_id)
-        if self.world.place.local_rank == 0:
-            self._snapshots.forget_others()
+        self._snapshots = find_snapshots(self.folder, self.world, takes=self.snapshot_every > 0)
         saver = Saver(
             self.folder,
             self.world,

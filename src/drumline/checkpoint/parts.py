@@ -1,0 +1,71 @@
+"""One checkpoint written by several ranks: each that sees the run folder writes a part, and rank 0 collects them."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import Any
+
+from torch import Tensor
+
+from drumline.files import RunFolder
+from drumline.parallel import World
+
+_PATIENCE_S = 1800.0
+"""How long rank 0 waits for another rank's part before it gives a save up."""
+
+
+class Parts:
+    """Who writes which tensors. One per rank; made at the same point on every rank."""
+
+    def __init__(self, folder: RunFolder, world: World, token: str) -> None:
+        self._world, self._token = world, token
+        self._writers = _ranks_that_see(folder, world, token)
+        self.count = len(self._writers)
+        self.own = self._writers.index(world.rank) if world.rank in self._writers else None
+        """Which part this rank writes; None: its host does not see the run folder."""
+
+    def own_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self.own is None:
+            return {}
+        names = divide({name: tensor.nbytes for name, tensor in tensors.items()}, self.count)[self.own]
+        return {name: tensors[name] for name in names}
+
+    def post(self, number: int, outcome: dict[str, Any]) -> None:
+        """Let rank 0 know how this rank's part of a save went."""
+        self._world.post(self._key(number, self._world.rank), outcome)
+
+    def outcomes_of_others(self, number: int, *, since: float) -> list[dict[str, Any]] | None:
+        """How the parts of the other ranks went; None as long as one is still being written."""
+        outcomes = self._world.posted([self._key(number, rank) for rank in self._writers[1:]])
+        if outcomes is None and time.monotonic() - since > _PATIENCE_S:
+            return [{"error": f"the other ranks' parts are not there after {_PATIENCE_S:.0f} s"}]
+        return outcomes
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"saved/{self._token}/{number}/{rank}"
+
+
+def divide(sizes: dict[str, int], parts: int) -> list[list[str]]:
+    """Names dealt out so that each part has about as many bytes; the same on every rank."""
+    dealt: list[list[str]] = [[] for _ in range(parts)]
+    load = [0] * parts
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        lightest = load.index(min(load))
+        dealt[lightest].append(name)
+        load[lightest] += sizes[name]
+    return dealt
+
+
+def _ranks_that_see(folder: RunFolder, world: World, token: str) -> list[int]:
+    """Ranks whose host has the run folder on a shared disk, rank 0 always among them."""
+    mark = folder.checkpoints / f".seen-{token}"
+
+    def make_mark() -> None:
+        with suppress(OSError):  # a disk in trouble: rank 0 will say so when it saves
+            mark.touch()
+
+    world.on_main(make_mark)
+    sees = world.gather(mark.exists() or world.is_main)
+    world.on_main(lambda: mark.unlink(missing_ok=True))
+    return [rank for rank, sees_it in enumerate(sees) if sees_it]

@@ -1,0 +1,220 @@
+"""Bring a run to a checkpoint: on disk or in memory, its newest or one that the user names; all ranks agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drumline.checkpoint.checkpoints import (
+    MANIFEST,
+    Checkpoint,
+    RunState,
+    checkpoint_paths,
+    newest_valid,
+    open_checkpoint,
+    set_aside,
+)
+from drumline.checkpoint.export import SINGLE_FILE, open_single_file
+from drumline.checkpoint.retention import step_of
+from drumline.checkpoint.snapshots import Snapshots
+from drumline.checkpoint.state import optimizer_state, weights
+from drumline.checkpoint.storage import kind_of, read_tensors, stored_shapes
+from drumline.errors import CheckpointError
+from drumline.files import RunFolder
+from drumline.parallel import World, waiting_for
+
+Say = Callable[[str], None]
+
+
+def restore(
+    resume_from: str,
+    folder: RunFolder,
+    world: World,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    facts: dict[str, Any],
+    allow_change: Sequence[str],
+    snapshots: Snapshots | None,
+    say: Say,
+) -> RunState | None:
+    """Bring every rank's model and optimizer to where the run is; None: it has not begun.
+
+    Whoever has the state reads it and gives it to the others: they need not see its disk.
+    """
+    on_disk = world.together(lambda: find(resume_from, folder, say=say) if world.is_main else None)
+    looks = world.place.local_rank == 0  # one rank of each host
+    in_memory = snapshots.newest(warn=say) if snapshots and looks and resume_from == "auto" else None
+    steps = world.gather([_step(on_disk), _step(in_memory)])
+    disk_step, (memory_step, holder) = steps[0][0], max((each[1], -rank) for rank, each in enumerate(steps))
+    source = -holder if memory_step > disk_step else 0
+    if max(memory_step, disk_step) < 0:
+        return None
+    newest = in_memory if memory_step > disk_step else on_disk
+
+    def read() -> dict[str, Any]:
+        if world.rank != source:
+            return {}
+        assert newest is not None
+        _check_same_run(newest, facts, allow_change)
+        load(newest, model=model, optimizer=optimizer)
+        return newest.state.__dict__
+
+    state = RunState(**world.gather(world.together(read))[source])
+    if resume_from != "auto":  # what is there is of where the run was, not of where it is told to go on
+        if world.is_main:
+            assert on_disk is not None
+            leave_behind(folder, on_disk, say=say)
+            with suppress(OSError):  # a disk in trouble: ranks that are started again then do the same once more
+                folder.resumed.touch()
+        if snapshots and looks:
+            snapshots.clear()
+    share(model, optimizer, world, source=source)
+    where = newest.path if newest and world.rank == source else f"the memory of rank {source}'s host"
+    say(f"going on from {where} (step {state.step:,})")
+    return state
+
+
+def find(resume_from: str, folder: RunFolder, *, say: Say) -> Checkpoint | None:
+    """What `resume_from` means: auto (the newest valid checkpoint, if any), a step, a checkpoint, a run, or a .pt."""
+    if resume_from == "auto":
+        return newest_valid(folder.checkpoints, warn=say)
+    check_named(resume_from, folder)
+    path = _named(resume_from, folder)
+    if path.suffix == SINGLE_FILE:
+        return open_single_file(path)
+    if (path / MANIFEST).exists():
+        return open_checkpoint(path)
+    newest = newest_valid(RunFolder(path).checkpoints, warn=say)
+    if newest is None:
+        raise CheckpointError(f"the run {path} has no valid checkpoint", fix="start without --resume_from")
+    return newest
+
+
+def check_named(resume_from: str, folder: RunFolder) -> None:
+    """Refuse at once what cannot be resumed from; whether it is whole is found out when it is opened."""
+    path = _named(resume_from, folder)
+    if path.suffix == SINGLE_FILE and path.is_file():
+        return
+    if not (path / MANIFEST).exists() and not checkpoint_paths(RunFolder(path).checkpoints):
+        steps = ", ".join(str(step_of(p)) for p in checkpoint_paths(folder.checkpoints)) or "none"
+        raise CheckpointError(
+            f"--resume_from {resume_from} is neither a checkpoint nor a run with one (steps saved in {folder.path}: "
+            f"{steps})",
+            fix="give a step, RUN/checkpoints/step-NNNNNNNN, RUN, or a .pt that `drumline checkpoint export` wrote",
+        )
+
+
+def leave_behind(folder: RunFolder, start: Checkpoint, *, say: Say) -> None:
+    """Set aside the checkpoints of the way that a run leaves by going on from `start`."""
+    for path in checkpoint_paths(folder.checkpoints):
+        is_start = path.absolute() == start.path.absolute()
+        if step_of(path) >= start.step and not is_start:
+            say(f"{path.name} is of a way this run has left: {set_aside(path, 'superseded')}")
+
+
+def _named(resume_from: str, folder: RunFolder) -> Path:
+    return folder.checkpoint(int(resume_from)) if resume_from.isdigit() else Path(resume_from)
+
+
+def _check_same_run(checkpoint: Checkpoint, facts: dict[str, Any], allow_change: Sequence[str]) -> None:
+    changed = [
+        f"{name} {checkpoint.state.facts.get(name)} -> {value}"
+        for name, value in facts.items()
+        if checkpoint.state.facts.get(name) != value and name not in allow_change
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{checkpoint.path} is of a run with other settings ({'; '.join(changed)})",
+            fix="give the same settings to go on with it, or start anew in another run_dir",
+        )
+
+
+def _step(checkpoint: Checkpoint | None) -> int:
+    return checkpoint.step if checkpoint else -1
+
+
+def load(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Read a verified checkpoint into a model and, for training on, its optimizer."""
+    read = checkpoint.tensors
+    stored = {n: (t.dtype, t.shape) for n, t in read.items()} if read is not None else stored_shapes(checkpoint.path)
+    _check_model({name: shape for name, (_, shape) in stored.items() if kind_of(name) == "model"}, checkpoint, model)
+    _fill(weights(model), checkpoint)
+    if optimizer is not None:
+        _check_optimizer([*(name for name in stored if "/" in name), *checkpoint.state.optimizer], checkpoint, model)
+        wanted = {name: about for name, about in stored.items() if kind_of(name) == "optimizer"}
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in wanted.items()}
+        _fill(tensors, checkpoint)
+        load_optimizer(tensors, checkpoint.state.optimizer, model, optimizer)
+
+
+def _fill(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
+    with torch.no_grad():
+        if checkpoint.tensors is not None:
+            for name, tensor in tensors.items():
+                tensor.copy_(checkpoint.tensors[name])
+        elif tensors:
+            read_tensors(tensors, checkpoint.path)
+
+
+def share(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, source: int) -> None:
+    """Give every rank the weights and optimizer state of one of them."""
+    if world.store is None:
+        return
+    with waiting_for("the weights of the checkpoint"):
+        world.broadcast(list(weights(model).values()), source=source)
+    tensors, scalars = optimizer_state(model, optimizer) if world.rank == source else ({}, {})
+    own: list[Any] = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+    shapes, scalars = world.gather([own, scalars])[source]
+    if world.rank != source:
+        empty = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in shapes}
+        load_optimizer(empty, scalars, model, optimizer)
+        tensors, _ = optimizer_state(model, optimizer)
+    world.broadcast([tensors[name] for name, _, _ in shapes], source=source)
+
+
+def load_optimizer(
+    tensors: dict[str, Tensor], scalars: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> None:
+    parameters = dict(model.named_parameters())
+    # Fused optimizers count their steps on the device; the others want that count on the CPU.
+    counts_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    optimizer.state.clear()
+    for key, tensor in tensors.items():
+        kind, name = key.split("/", 1)
+        moves = kind != "step" or counts_on_device
+        optimizer.state[parameters[name]][kind] = tensor.to(parameters[name].device) if moves else tensor
+    for key, value in scalars.items():
+        kind, name = key.split("/", 1)
+        optimizer.state[parameters[name]][kind] = value
+
+
+def _check_model(stored: dict[str, torch.Size], checkpoint: Checkpoint, model: nn.Module) -> None:
+    here = weights(model)
+    missing, extra = sorted(here.keys() - stored.keys()), sorted(stored.keys() - here.keys())
+    shapes = [
+        f"{name}: {tuple(stored[name])} there, {tuple(tensor.shape)} here"
+        for name, tensor in here.items()
+        if name in stored and stored[name] != tensor.shape
+    ]
+    if missing or extra or shapes:
+        raise CheckpointError(
+            f"{checkpoint.path} is of another model: {len(missing)} tensors missing, {len(extra)} unknown, "
+            f"{len(shapes)} of another shape (first: {(missing + extra + shapes)[0]})",
+            fix="give the settings the checkpoint's run had (its config.toml has them)",
+        )
+
+
+def _check_optimizer(names: list[str], checkpoint: Checkpoint, model: nn.Module) -> None:
+    unknown = {name.partition("/")[2] for name in names} - dict(model.named_parameters()).keys()
+    if unknown:
+        raise CheckpointError(
+            f"{checkpoint.path} is of another model: it has optimizer state of {len(unknown)} parameters that are not "
+            f"here (first: {min(unknown)})",
+            fix="give the settings the checkpoint's run had (its config.toml has them)",
+        )

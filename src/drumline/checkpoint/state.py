@@ -1,0 +1,79 @@
+"""The tensors of a run by their names in a checkpoint, and copies of them that training does not change."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor of a run by its name in a checkpoint, in the same order on every rank."""
+    return {**weights(model), **optimizer_state(model, optimizer)[0]}
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor a model must keep, by name; one that is shared (tied embeddings) appears once, by its first name."""
+    seen: set[int] = set()
+    kept: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            kept[name] = tensor.detach()
+    return kept
+
+
+def weights_sha256(model: nn.Module) -> str:
+    """The fingerprint of a model: over names, dtypes, shapes and bytes in name order."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(weights(model).items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The optimizer's state as tensors by "kind/parameter", and what of it is not a tensor."""
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        for kind, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{kind}/{name}"] = value
+            else:
+                scalars[f"{kind}/{name}"] = value
+    return tensors, scalars
+
+
+class Staging:
+    """One buffer per tensor, made once: fresh pages cost many times what copying does."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[str, Tensor] = {}
+
+    def prepare(self, tensors: dict[str, Tensor]) -> None:
+        """Make the buffers and touch every page of them; for a thread, ahead of the first copy."""
+        for name, tensor in tensors.items():
+            buffer = self._buffer(name, tensor)
+            # Not by torch: it would start OpenMP's threads a second time for this thread, and where there are more of
+            # them than cores none waits actively any more, which slows every step of training.
+            ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)
+
+    def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors as they are now, on the CPU."""
+        copies = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            copies[name].copy_(tensor, non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return copies
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        if name not in self._buffers or self._buffers[name].shape != tensor.shape:
+            pin = tensor.device.type == "cuda"  # the only memory a GPU copies to without stopping
+            self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+        return self._buffers[name]

@@ -1,0 +1,71 @@
+"""A save that fails: what is said about it, and the last resort of a run that must end while its disk takes nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from drumline.checkpoint.checkpoints import RunState, checkpoint_paths
+from drumline.checkpoint.resuming import MEMORY
+from drumline.checkpoint.retention import step_of
+from drumline.checkpoint.snapshots import Snapshots
+from drumline.errors import CheckpointError, DrumlineError
+from drumline.files import RunFolder
+from drumline.units import count
+
+
+def explain(error: BaseException) -> str:
+    if isinstance(error, DrumlineError):
+        return error.problem
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}" + (f" ({error.filename})" if error.filename else "")
+    return f"{type(error).__name__}: {error}"
+
+
+def failed_save(
+    folder: RunFolder, *, step: int, why: str, needed_bytes: int, pause_s: float
+) -> tuple[str, dict[str, Any]]:
+    """What people are told about a save that failed, and the event of it."""
+    return (
+        f"WARNING: the checkpoint of step {step:,} could not be saved to {folder.checkpoints}: {why} "
+        f"({count(needed_bytes)}B needed, {_free(folder.checkpoints)} free). The one of step {_newest_step(folder)} is "
+        f"kept, training goes on, and it is tried again in {pause_s:.0f} s",
+        {"event": "save failed", "step": step, "why": why, "bytes": needed_bytes},
+    )
+
+
+def keep_in_memory(folder: RunFolder, tensors: dict[str, Tensor], state: RunState) -> bool:
+    """Whether the state is in this host's memory now, for a start that comes before the host restarts."""
+    snapshots = Snapshots.of(folder)
+    if snapshots.no_room(sum(tensor.nbytes for tensor in tensors.values())) is not None:
+        return False
+    try:
+        snapshots.save({name: tensor.cpu() for name, tensor in tensors.items()}, state)
+    except OSError:
+        return False
+    return True
+
+
+def unsaved(folder: RunFolder, step: int, *, in_memory: bool) -> CheckpointError:
+    """The error of a run that had to end without its last save."""
+    kept = f"its state is kept in {MEMORY} until this host restarts" if in_memory else "it is lost"
+    return CheckpointError(
+        f"step {step} could not be saved to {folder.checkpoints} before the run had to stop: {kept}; the newest "
+        f"checkpoint is of step {_newest_step(folder)}",
+        fix="make room there and start the same command again",
+    )
+
+
+def _newest_step(folder: RunFolder) -> str:
+    paths = checkpoint_paths(folder.checkpoints)
+    return f"{step_of(paths[-1]):,}" if paths else "none"
+
+
+def _free(path: Path) -> str:
+    try:
+        return f"{count(shutil.disk_usage(path).free)}B"
+    except OSError:
+        return "none"
