@@ -20,15 +20,17 @@ from header import header
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from drumline.config import ModelSettings, OptimConfig, TrainConfig
+from drumline.config.model import ModelSettings
 from drumline.config.presets import gpt_config, with_preset
+from drumline.config.settings import OptimConfig, TrainConfig
 from drumline.data.batches import BatchPlan
 from drumline.model.build import token_objective
 from drumline.model.gpt import GPT
 from drumline.optim.optimizers import make_optimizer
 from drumline.parallel.strategies import make_strategy
 from drumline.parallel.world import World, join, leave
-from drumline.train.step import Precision, train_step
+from drumline.train.step import Backward, Precision
+from drumline.train.step import Step as TrainStep
 
 OPTIM = OptimConfig(lr=1e-3)
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
@@ -66,12 +68,12 @@ def drumline_loop(model: nn.Module, batches: Batches, precision: Precision, worl
     optimizer = make_optimizer(model, OPTIM)
     plan = BatchPlan(batches[0][0].size(0), world.size * len(batches))
     strategy = make_strategy(model, plan, world, bitwise=bitwise)
-    weight = plan.sequences * batches[0][0].size(1)
+    backward = Backward(token_objective, precision, plan.sequences * batches[0][0].size(1), strategy.scale)
+    trained = TrainStep(model, optimizer, strategy, backward, precision, grad_clip=1.0)
 
     def step() -> None:
-        micro_batches = [(inputs, targets, None) for inputs, targets in batches]
-        numbers = {"weight": weight, "lr": 1e-3, "grad_clip": 1.0}
-        train_step(model, optimizer, micro_batches, token_objective, strategy, precision=precision, **numbers)
+        gradient = trained.gradient((inputs, targets, None) for inputs, targets in batches)
+        trained.update(gradient, lr=1e-3)()
 
     return step
 

@@ -4,7 +4,7 @@
     python benchmarks/gpu_throughput.py modern nanogpt   # some of it
     python benchmarks/gpu_throughput.py modern --profile # and which kernels its time goes to
 
-A step is drumline's own train_step (forward, backward, clipping, optimizer) on random tokens of context 1024, timed by
+A step is drumline's own (forward, backward, clipping, optimizer) on random tokens of context 1024, timed by
 the host's clock over all steps, synchronised at both ends. `nanogpt` is the baseline: nanoGPT's model and settings (no
 biases, exact GELU, autocast, torch.compile of the whole model, fused AdamW) in a bare loop. Each runs in a process of
 its own; the first step starts from empty compiler caches, `again` from filled ones. MFU is against the data sheet's
@@ -21,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +28,9 @@ from header import header
 from nanogpt import NanoGPT
 from torch import Tensor
 
-from drumline.config import GPTConfig, ModelSettings, OptimConfig, TrainConfig
+from drumline.config.model import GPTConfig, ModelSettings
 from drumline.config.presets import gpt_config, with_preset
+from drumline.config.settings import OptimConfig, TrainConfig
 from drumline.kernels.cuda_graphs import with_graphs
 from drumline.kernels.gpt import Float8GPT, FusedGPT
 from drumline.model.build import token_objective
@@ -38,7 +38,8 @@ from drumline.model.gpt import GPT
 from drumline.optim.optimizers import make_optimizer
 from drumline.parallel.hardware import allow_tf32, peak_flops
 from drumline.parallel.strategies import Plain
-from drumline.train.step import Gradient, Precision, compute_gradient, update
+from drumline.train.step import Backward, Gradient, Precision
+from drumline.train.step import Step as TrainStep
 
 CONTEXT, VOCAB = 1024, 50304
 Step = Callable[[], float]
@@ -93,22 +94,17 @@ def nanogpt_step(config: GPTConfig, ids: Tensor, targets: Tensor) -> Step:
 
 def drumline_step(model: GPT, optim: OptimConfig, ids: Tensor, targets: Tensor) -> Step:
     precision = Precision.of(torch.device("cuda"), torch.bfloat16)
-    optimizer, strategy = make_optimizer(model, optim), with_graphs(Plain(model), model, precision)
-    batches, weight = [(ids, targets, None)], ids.numel()
+    optimizer, strategy = make_optimizer(model, optim), Plain(model)
+    backward = with_graphs(Backward(token_objective, precision, ids.numel()), model, strategy)
+    trained = TrainStep(model, optimizer, strategy, backward, precision, optim.grad_clip or 0.0)
+    batches = [(ids, targets, None)]
     computed: list[Gradient] = []
-    assert optim.grad_clip is not None
-    change = partial(update, model, optimizer, precision=precision, lr=optim.lr, grad_clip=optim.grad_clip)
-
-    def gradient() -> Gradient:
-        return compute_gradient(
-            model, optimizer, batches, token_objective, strategy, weight=weight, precision=precision
-        )
 
     def step() -> float:
         """As the loop does it: what comes next is started before the loss is read."""
-        read = change(computed.pop() if computed else gradient())
-        if strategy.looks_ahead:
-            computed.append(gradient())
+        read = trained.update(computed.pop() if computed else trained.gradient(batches), lr=optim.lr)
+        if backward.runs_ahead:
+            computed.append(trained.gradient(batches))
         return read().loss
 
     return step

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drumline.config import GPTConfig, OptimConfig
+from drumline.config.model import GPTConfig
+from drumline.config.settings import OptimConfig
 from drumline.data.batches import visit_order
 from drumline.data.tokens import TokenFile, open_tokens
 from drumline.optim.optimizers import learning_rate

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
 from drumline.bench.workload import Workload
-from drumline.config import BatchConfig, GPTConfig, ModelSettings, RunConfig, TrainConfig
+from drumline.config.model import GPTConfig, ModelSettings
 from drumline.config.presets import gpt_config, with_preset
+from drumline.config.settings import BatchConfig, RunConfig, TrainConfig
 from drumline.data.batches import BatchPlan
 from drumline.parallel.world import join
 

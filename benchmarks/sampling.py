@@ -16,7 +16,7 @@ from itertools import islice
 import torch
 from header import header
 
-from drumline.config import GPTConfig
+from drumline.config.model import GPTConfig
 from drumline.generate.sample import SampleConfig, generate
 from drumline.model.gpt import GPT
 

@@ -20,8 +20,9 @@ from drumline.checkpoint.checkpoints import RunState, tensors_of
 from drumline.checkpoint.retention import Retention
 from drumline.checkpoint.saver import Saver
 from drumline.checkpoint.snapshots import Snapshots
-from drumline.config import ModelSettings, OptimConfig, TrainConfig
+from drumline.config.model import ModelSettings
 from drumline.config.presets import gpt_config, with_preset
+from drumline.config.settings import OptimConfig, TrainConfig
 from drumline.files.run_folder import RunFolder
 from drumline.model.gpt import GPT
 from drumline.optim.optimizers import make_optimizer

@@ -15,15 +15,15 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from header import header
 from torch.nn.parallel import DistributedDataParallel
 
-from drumline.config import ModelSettings, OptimConfig, TrainConfig
+from drumline.config.model import ModelSettings
 from drumline.config.presets import gpt_config, with_preset
+from drumline.config.settings import OptimConfig, TrainConfig
 from drumline.data.batches import BatchPlan
 from drumline.model.build import token_objective
 from drumline.model.gpt import GPT
@@ -31,7 +31,7 @@ from drumline.optim.optimizers import make_optimizer
 from drumline.parallel.hardware import peak_memory_bytes
 from drumline.parallel.strategies import make_strategy
 from drumline.parallel.world import join, leave
-from drumline.train.step import Precision, train_step
+from drumline.train.step import Backward, Precision, Step
 
 PLAN, CONTEXT, VOCAB = BatchPlan(8, 4), 128, 2048
 
@@ -47,22 +47,19 @@ def rank(blocks: int, steps: int) -> None:
     share = PLAN.share(world.rank, world.size)
     batches = [torch.randint(VOCAB, (PLAN.micro_batch, CONTEXT + 1)) for _ in share]
     micro_batches = [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous(), None) for batch in batches]
-    wrapped = next((value for value in vars(strategy).values() if isinstance(value, DistributedDataParallel)), None)
-    settings: dict[str, Any] = {
-        "precision": Precision.of(world.device, torch.float32),
-        "weight": PLAN.sequences * CONTEXT,
-        "lr": 1e-3,
-        "grad_clip": 1.0,
-    }
+    wrapped = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
+    precision = Precision.of(world.device, torch.float32)
+    backward = Backward(token_objective, precision, PLAN.sequences * CONTEXT, strategy.scale)
+    trained = Step(model, optimizer, strategy, backward, precision, grad_clip=1.0)
     times: dict[str, list[float]] = {"step": [], "without": []}
     for block in range(blocks + 1):
         for name, taken in times.items():
-            if world.store is not None:
+            if world.is_group:
                 dist.barrier()
             with wrapped.no_sync() if wrapped is not None and name == "without" else nullcontext():
                 start = time.perf_counter()
                 for _ in range(steps):
-                    train_step(model, optimizer, micro_batches, token_objective, strategy, **settings)
+                    trained.update(trained.gradient(micro_batches), lr=1e-3)()
                 if block:
                     taken.append((time.perf_counter() - start) / steps)
     if world.is_main:

@@ -9,7 +9,8 @@ data set's name works too. Started again, the run goes on where it was.
 import argparse
 
 from drumline import TrainConfig, pretrain
-from drumline.config import BatchConfig, DataConfig, ModelSettings, RunConfig
+from drumline.config.model import ModelSettings
+from drumline.config.settings import BatchConfig, DataConfig, RunConfig
 
 BLOCK_SIZE = 128
 

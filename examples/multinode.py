@@ -10,7 +10,7 @@ import socket
 
 from torchrun_snapshot import main
 
-from drumline.parallel.world import find_place
+from drumline.parallel.place import find_place
 
 if __name__ == "__main__":
     place = find_place(os.environ)

@@ -13,7 +13,7 @@ import pytest
 from helpers.needs import missing
 from helpers.small import small
 
-from drumline.cli import run_command
+from drumline.cli.app import run_command
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell lets what it starts in the background ignore Ctrl-C, and so would all that a test starts and interrupts.

@@ -37,17 +37,17 @@ def _fit(run_dir: str, stop: bool) -> tuple[str, int, str]:
         device="cpu",
         bitwise=True,
     )
-    loop = trainer.loop
-    clean = loop.batches.micro_batch
+    setup = trainer.setup
+    clean = setup.batches.micro_batch
 
     def then_stop(step: int, index: int) -> Any:
-        last_share = loop.batches.plan.share(loop.world.size - 1, loop.world.size)
+        last_share = setup.batches.plan.share(setup.world.size - 1, setup.world.size)
         if step == STOP - 2 and index == last_share.start:
             signal.raise_signal(signal.SIGTERM)  # the ranks agree on it with the next step
         return clean(step, index)
 
     if stop:
-        loop.batches.micro_batch = then_stop  # type: ignore[method-assign]
+        setup.batches.micro_batch = then_stop  # type: ignore[method-assign]
     result = trainer.fit(total_steps=STEPS, log_every=1)
     return result.state, result.step, result.weights_sha256
 

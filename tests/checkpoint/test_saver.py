@@ -30,13 +30,14 @@ from drumline.checkpoint.snapshots import Snapshots
 from drumline.checkpoint.state import weights
 from drumline.errors import CheckpointError
 from drumline.files.run_folder import RunFolder
+from drumline.parallel.group import Group
 from drumline.parallel.world import Place, World
 from drumline.units import count
 
 
 def world_of(rank: int, size: int, meeting: Path) -> World:
     store = FileStore(str(meeting), size) if size > 1 else None
-    return World(Place(rank=rank, size=size, local_rank=rank), torch.device("cpu"), store)
+    return Group(Place(rank=rank, size=size, local_rank=rank), torch.device("cpu"), store)
 
 
 def forked(size: int, work: Callable[[int], None]) -> list[int]:

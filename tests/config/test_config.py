@@ -11,22 +11,8 @@ from hypothesis import strategies as st
 from drumline.config.model import GPTConfig, GPTOptions, ModelSettings
 from drumline.config.presets import PRESETS, gpt_config, with_preset
 from drumline.config.resolve import refuse_changes, resolved, with_stored_batch
-from drumline.config.settings import (
-    BatchConfig,
-    DataConfig,
-    OptimConfig,
-    RunConfig,
-    TrainConfig,
-    names_with,
-)
-from drumline.config.toml_file import (
-    UnknownKeyError,
-    differences,
-    from_settings,
-    read_settings,
-    sections,
-    to_toml,
-)
+from drumline.config.settings import BatchConfig, DataConfig, OptimConfig, RunConfig, TrainConfig, names_with
+from drumline.config.toml_file import UnknownKeyError, differences, from_settings, read_settings, sections, to_toml
 from drumline.errors import ConfigError
 from drumline.parallel.agreement import settings as agreed_settings
 

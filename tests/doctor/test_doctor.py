@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from drumline.cli.app import run_command
-from drumline.config import ModelSettings, RanksConfig, RunConfig, TrainConfig
+from drumline.config.model import ModelSettings
 from drumline.config.presets import gpt_config, with_preset
+from drumline.config.settings import RanksConfig, RunConfig, TrainConfig
 from drumline.doctor import gpus, machine
 from drumline.doctor.checkup import checkpoint_bytes, findings_before
 from drumline.doctor.environment import BETWEEN_RANKS

@@ -19,7 +19,9 @@ from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigE
 from drumline.files.run_folder import RunFolder
 from drumline.network.interfaces import free_port
 from drumline.parallel import world as cluster
-from drumline.parallel.world import Place, check_backend, find_place
+from drumline.parallel.group import check_backend
+from drumline.parallel.place import find_place
+from drumline.parallel.world import Place
 from drumline.report.records import read_metrics
 
 TIMEOUT_S = 120

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline.config import GPTConfig
+from drumline.config.model import GPTConfig
 from drumline.errors import ConfigError, DataError
 from drumline.generate.sample import SampleConfig, choose, generate
 from drumline.model.gpt import GPT

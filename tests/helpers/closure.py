@@ -12,7 +12,7 @@ from pathlib import Path
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 _RUN = """
 import json, os, sys
-from drumline.cli import main
+from drumline.cli.app import main
 leave = os._exit
 def ending(code):
     files = {n: m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "drumline" and m.__file__}

@@ -80,7 +80,7 @@ def _train(argv: list[str], gates: list[int], scratch: Path, retry_s: float, cwd
         savers[:] = [its]
         polled(its)
 
-    def gated_step(loop: Loop, step: int, **votes: bool) -> Any:
+    def gated_step(loop: Loop, step: int) -> Any:
         if step in gates:
             gates.remove(step)
             (scratch / f"at-{step}").touch()
@@ -88,7 +88,7 @@ def _train(argv: list[str], gates: list[int], scratch: Path, retry_s: float, cwd
                 for its in savers:
                     polled(its)  # a save ends when the loop looks at it, which may be after this step
                 time.sleep(0.005)
-        return step_of_the_loop(loop, step, **votes)
+        return step_of_the_loop(loop, step)
 
     Loop._step = gated_step  # type: ignore[method-assign,assignment]
     saver.Saver.poll = poll  # type: ignore[method-assign]

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 
-from drumline.config import GPTConfig
+from drumline.config.model import GPTConfig
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -5,16 +5,18 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.steps import make_step, train_step
 from torch import Tensor
 
-from drumline.config import GPTConfig, OptimConfig
-from drumline.kernels.cuda_graphs import Recorded, with_graphs
+from drumline.config.model import GPTConfig
+from drumline.config.settings import OptimConfig
+from drumline.kernels.cuda_graphs import RecordedBackward, with_graphs
 from drumline.kernels.gpt import FusedGPT
 from drumline.model.build import token_objective
 from drumline.model.gpt import GPT
 from drumline.optim.optimizers import make_optimizer
-from drumline.parallel.strategies import Plain, Strategy
-from drumline.train.step import Precision, StepResult, train_step
+from drumline.parallel.strategies import Plain
+from drumline.train.step import Backward, Precision, StepResult
 
 MODEL = GPTConfig(vocab_size=512, max_position_embeddings=64, n_layers=2, n_heads=4, d_model=64, d_ff=256)
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -28,8 +30,9 @@ def test_only_our_own_models_on_a_gpu_without_dropout_are_recorded() -> None:
     cpu, gpu = (Precision.of(torch.device(device), torch.bfloat16) for device in ("cpu", "cuda"))
     models = GPT(MODEL), FusedGPT(MODEL), Own(MODEL), GPT(replace(MODEL, dropout=0.1)), torch.nn.Linear(2, 2)
     for precision, recorded in ((cpu, [False] * 5), (gpu, [True, True, False, False, False])):
-        strategies = [with_graphs(Plain(model), model, precision) for model in models]
-        assert [isinstance(strategy, Recorded) for strategy in strategies] == recorded
+        plain = Backward(token_objective, precision, 1)
+        ways = [with_graphs(plain, model, Plain(model)) for model in models]
+        assert [isinstance(way, RecordedBackward) for way in ways] == recorded
 
 
 def micro_batches(step: int, *, count: int, length: int) -> list[tuple[Tensor, Tensor, None]]:
@@ -38,22 +41,21 @@ def micro_batches(step: int, *, count: int, length: int) -> list[tuple[Tensor, T
     return [(ids, targets, None) for ids, targets in drawn]
 
 
-def train(strategy: type[Recorded] | type[Plain], *, count: int, optimizer: Any) -> tuple[list[StepResult], GPT]:
+def train(*, recorded: bool, count: int, optimizer: Any) -> tuple[list[StepResult], GPT]:
     torch.manual_seed(0)
     device = torch.device("cuda")
     model = GPT(MODEL).to(device)
-    precision, used = (
-        Precision.of(device, torch.bfloat16),
-        make_optimizer(model, OptimConfig(lr=1e-3, optimizer=optimizer)),
-    )
-    way: Strategy = strategy(model)
+    used = make_optimizer(model, OptimConfig(lr=1e-3, optimizer=optimizer))
+    precision = Precision.of(device, torch.bfloat16)
+    step = make_step(model, used, token_objective, weight=count * 256, precision=precision, grad_clip=1.0)
+    if recorded:
+        step.backward = with_graphs(step.backward, model, step.strategy)
     results = []
-    for step in range(14):
-        batches = micro_batches(step, count=count, length=32 if step < 7 else 64)
-        numbers: dict[str, Any] = {"weight": count * 256, "lr": 1e-3, "grad_clip": 1.0}
-        results.append(train_step(model, used, batches, token_objective, way, precision=precision, **numbers))
-    if isinstance(way, Recorded):
-        assert way.is_recorded
+    for number in range(14):
+        batches = micro_batches(number, count=count, length=32 if number < 7 else 64)
+        results.append(train_step(step, batches, lr=1e-3))
+    if recorded:
+        assert isinstance(step.backward, RecordedBackward) and step.backward.is_recorded
     return results, model
 
 
@@ -61,7 +63,8 @@ def train(strategy: type[Recorded] | type[Plain], *, count: int, optimizer: Any)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("count", [1, 3], ids=["one micro-batch", "accumulated"])
 def test_replayed_steps_compute_what_launched_ones_do_also_when_the_context_grows(count: int, optimizer: str) -> None:
-    (ours, model), (launched, plain) = (train(way, count=count, optimizer=optimizer) for way in (Recorded, Plain))
+    ours, model = train(recorded=True, count=count, optimizer=optimizer)
+    launched, plain = train(recorded=False, count=count, optimizer=optimizer)
     for mine, right in zip(ours, launched, strict=True):
         assert mine.updated and mine.loss == pytest.approx(right.loss, rel=2e-3)
         assert mine.own_loss == pytest.approx(right.own_loss, rel=2e-3)

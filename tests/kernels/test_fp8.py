@@ -21,8 +21,9 @@ from helpers.interpreted import HAS_TRITON, INTERPRETED, WHY_NOT, run_interprete
 from torch import Tensor
 
 from drumline.cli.app import run_command
-from drumline.config import GPTConfig, ModelSettings, RunConfig, TrainConfig
+from drumline.config.model import GPTConfig, ModelSettings
 from drumline.config.presets import with_preset
+from drumline.config.settings import RunConfig, TrainConfig
 from drumline.config.toml_file import differences
 from drumline.errors import ConfigError
 from drumline.kernels import fp8 as fused_fp8

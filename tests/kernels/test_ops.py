@@ -12,7 +12,7 @@ import torch
 from helpers.interpreted import HAS_TRITON, INTERPRETED, MODERN, WHY_NOT, run_interpreted
 from torch import Tensor
 
-from drumline.config import GPTConfig
+from drumline.config.model import GPTConfig
 from drumline.kernels import gpt as fused_gpt
 from drumline.kernels.gpt import FusedGPT, fits
 from drumline.model.gpt import GPT

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from drumline.errors import ConfigError
 from drumline.files.run_folder import RunFolder
-from drumline.parallel.world import Place, find_place, slurm_hosts
+from drumline.parallel.place import find_place, slurm_hosts
+from drumline.parallel.world import Place
 from drumline.report.records import read_metrics
 
 SRUN = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drumline.config import GPTConfig
+from drumline.config.model import GPTConfig
 from drumline.model.gpt import GPT
 from drumline.model.loss import linear_cross_entropy, linear_cross_entropy_reference
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drumline.config import GPTConfig
+from drumline.config.model import GPTConfig
 from drumline.errors import ConfigError
 from drumline.generate.sample import SampleConfig, generate
 from drumline.model.gpt import GPT, KVCache
@@ -314,7 +314,7 @@ def test_arguments_that_contradict_each_other_are_refused() -> None:
 BFLOAT16 = """
 import warnings, torch
 from drumline.model.gpt import GPT
-from drumline.config import GPTConfig
+from drumline.config.model import GPTConfig
 warnings.simplefilter("error")
 modern = dict(positions="rope", norm="rmsnorm", activation="swiglu", qk_norm=True, bias=False, n_kv_heads=2)
 recipe = dict(modern, tie_embeddings=False, norm_weights=False, softcap=15.0, value_tables=1)

@@ -2,18 +2,17 @@
 
 import itertools
 import math
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from helpers.steps import make_step, train_step
 
-from drumline.config import GPTConfig, OptimConfig
+from drumline.config.model import GPTConfig
+from drumline.config.settings import OptimConfig
 from drumline.model.gpt import GPT
 from drumline.optim.muon import Muon
 from drumline.optim.optimizers import learning_rate, make_optimizer, parameters_by_kind
-from drumline.parallel.strategies import Plain
-from drumline.train.step import Precision, train_step
 
 
 def curve(schedule: str, **settings: object) -> list[float]:
@@ -85,8 +84,7 @@ def test_each_kind_of_weight_has_its_own_rate_and_all_follow_one_schedule() -> N
     assert {found[f"blocks.0.{name}.weight"] for name in ("attention.qkv", "feed_forward.down")} == {0.02}
     before = {id(p): group["lr_ratio"] for group in optimizer.param_groups[1:] for p in group["params"]}
     assert all(rates[p] == pytest.approx(0.02 * ratio) for p, ratio in before.items())
-    step = partial(train_step, model, optimizer, [torch.arange(8)[None]], _loss, Plain(model), weight=8)
-    step(precision=Precision.of(torch.device("cpu"), torch.float32), lr=0.01, grad_clip=0.0)
+    train_step(make_step(model, optimizer, _loss, weight=8), [torch.arange(8)[None]], lr=0.01)
     assert {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]} == pytest.approx(
         {p: rate / 2 for p, rate in rates.items()}
     )

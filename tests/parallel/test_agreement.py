@@ -44,7 +44,7 @@ def _disguised(name: str, argv: list[str]) -> int:
     import torch
 
     import drumline
-    from drumline import pretrain
+    from drumline.train import pretraining as pretrain
 
     if name == "torch":
         torch.__version__ = "2.0.0"  # type: ignore[assignment]

@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 from helpers.ranks import run_ranks
+from helpers.steps import make_step, train_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
 from drumline.data.batches import BatchPlan
+from drumline.parallel.group import Group
 from drumline.parallel.heartbeat import Pulse
 from drumline.parallel.stragglers import WINDOW, Pace, Stopwatch, find_stragglers
 from drumline.parallel.strategies import make_strategy
 from drumline.parallel.world import Place, World, join
-from drumline.train.step import Precision, train_step
 from drumline.train.trainer import Trainer
 
 NOISE = st.floats(0.95, 1.05)
@@ -83,7 +84,7 @@ def a_pace(told: list[dict[str, Any]]) -> Pace:
     store = HashStore()
     for rank in (1, 2):
         store.set(f"drumline/0/{rank}", '"host-b"')
-    world = World(Place(rank=0, size=3), torch.device("cpu"), store)
+    world = Group(Place(rank=0, size=3), torch.device("cpu"), store)
     return Pace(world, BatchPlan(1, 3), Pulse(), tell=lambda message, event: told.append({**event, "message": message}))
 
 
@@ -174,6 +175,11 @@ def test_on_a_gpu_the_work_of_a_step_is_told_with_the_next_one(monkeypatch: pyte
     assert told == [[0, 0, 0], [0, 2, 0], [0, 3, 0]] and waits == [2.0, 5.0, 9.0]
 
 
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).square().sum()
+    return loss
+
+
 def steps(*, watched: bool, bitwise: bool) -> tuple[list[tuple[float, ...]], list[float]]:
     """What each rank's work took in three steps of five micro-batches, and the weights after them."""
     world = join(device="cpu")
@@ -181,19 +187,10 @@ def steps(*, watched: bool, bitwise: bool) -> tuple[list[tuple[float, ...]], lis
     plan, model = BatchPlan(2, 5), Slow(0.03 if watched else 0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     strategy, watch, works = make_strategy(model, plan, world, bitwise=bitwise), Stopwatch(world), []
+    whole = make_step(model, optimizer, squares, strategy, weight=plan.sequences, grad_clip=1.0)
     for step in range(3):
-        result = train_step(
-            model,
-            optimizer,
-            (torch.full((2, 4), index / 7 + step) for index in plan.share(world.rank, world.size)),
-            lambda wrapped, batch: wrapped(batch).square().sum(),
-            strategy,
-            weight=plan.sequences,
-            precision=Precision.of(world.device, torch.float32),
-            lr=None,
-            grad_clip=1.0,
-            watch=watch.start(lambda: None) if watched else None,
-        )
+        batches = (torch.full((2, 4), index / 7 + step) for index in plan.share(world.rank, world.size))
+        result = train_step(whole, batches, lr=None, watch=watch.start(lambda: None) if watched else None)
         works.append(result.work_s)
     return works, torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist()
 

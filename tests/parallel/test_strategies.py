@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from drumline.data.batches import BatchPlan
-from drumline.parallel.strategies import Bitwise, Plain, _blocks, _finish, _span, _Tree, make_strategy
+from drumline.parallel.bitwise import Bitwise, _blocks, _finish, _span, _Tree
+from drumline.parallel.strategies import Plain, Strategy, make_strategy
 from drumline.parallel.world import Place, World, join, leave
 
 
@@ -48,10 +49,14 @@ class Doubled(nn.Module):
         return (self.used * x).sum() + (self.sometimes.sum() if x[0] > 2 else 0.0)
 
 
-def backward(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x)
-    loss.backward()  # type: ignore[no-untyped-call]
-    return loss.detach()
+def whole_step(strategy: Strategy, batches: list[Tensor], *, vote: bool) -> list[float]:
+    """The loss of a step and how many ranks voted, with the gradients in place."""
+    for number, batch in enumerate(batches):
+        with strategy.micro_batch(number):
+            loss = strategy.model(batch).sum()
+            loss.backward()
+        strategy.add(loss.detach())
+    return strategy.finish(torch.tensor([float(vote)])).tolist()
 
 
 def test_bitwise_on_one_rank_is_the_plain_sum_up_to_rounding() -> None:
@@ -62,8 +67,8 @@ def test_bitwise_on_one_rank_is_the_plain_sum_up_to_rounding() -> None:
         world, plan = World(Place(), torch.device("cpu")), BatchPlan(1, 5)
         strategy = make_strategy(model, plan, world, bitwise=kind == "bitwise")
         assert isinstance(strategy, Bitwise if kind == "bitwise" else Plain)
-        totals = strategy.accumulate(batches, backward, votes=(True,))
-        results.append([*totals.tolist(), *(p.grad.tolist() for p in model.parameters() if p.grad is not None)])
+        totals = whole_step(strategy, batches, vote=True)
+        results.append([*totals, *(p.grad.tolist() for p in model.parameters() if p.grad is not None)])
     assert results[0] == results[1]
     assert results[0][1] == 1.0  # the vote
 
@@ -74,13 +79,9 @@ def _vote(bitwise: bool, votes: tuple[bool, ...]) -> list[float]:
         model = nn.Linear(2, 1)
         strategy = make_strategy(model, BatchPlan(1, 3), world, bitwise=bitwise)
         share = BatchPlan(1, 3).share(world.rank, world.size)
-
-        def step(wrapped: nn.Module, x: Tensor) -> Tensor:
-            loss = wrapped(x).sum()
-            loss.backward()
-            return torch.tensor(1.0)
-
-        return strategy.accumulate([torch.ones(2) for _ in share], step, votes=(votes[world.rank],)).tolist()
+        torch.nn.init.ones_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+        return whole_step(strategy, [torch.ones(2) / 2 for _ in share], vote=votes[world.rank])
     finally:
         leave()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from drumline.config import GPTConfig
+from drumline.config.model import GPTConfig
 from drumline.data.tokens import TokenFile
 from drumline.errors import DataError
 from drumline.model.build import token_objective

@@ -6,6 +6,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from drumline.checkpoint.checkpoints import open_checkpoint
 from drumline.errors import EXIT_FAILED, EXIT_USER, TrainingError
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
-from drumline.train.guard import GuardRules
+from drumline.train.history import History
 from drumline.train.loop import FitResult
 from drumline.train.trainer import Trainer
 
@@ -61,14 +62,13 @@ def fit(run_dir: str | Path, *, steps: int = 5, save_every: int = 2, **settings:
     rules = {name: settings.pop(name) for name in ("spike_factor", "max_rollbacks") if name in settings}
     trainer = make(run_dir, **settings)
     if rules:
-        kept = trainer.loop.guard_rules
-        trainer.loop.guard_rules = GuardRules(on_nonfinite=kept.on_nonfinite, max_nonfinite=kept.max_nonfinite, **rules)
+        trainer.setup.guard_rules = replace(trainer.setup.guard_rules, **rules)
     return trainer.fit(total_steps=steps, log_every=1, save_every=save_every)
 
 
 def sample_of(step: int, *, micro_batch: int = 0, **settings: Any) -> int:
     """One of the samples that a step sees, counted from 1."""
-    return int(make("unused", **settings).loop.batches.names(step - 1, micro_batch)[0].removeprefix("sample "))
+    return int(make("unused", **settings).setup.batches.names(step - 1, micro_batch)[0].removeprefix("sample "))
 
 
 def events(run_dir: str | Path, kind: str) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ def _fit(run_dir: str, settings: dict[str, Any]) -> str:
 
 def _fit_with_a_passing_fault(run_dir: str) -> str:
     trainer = make(run_dir, bitwise=False)
-    clean, rank, computed = trainer.loop.batches.micro_batch, trainer.loop.world.rank, Counter[int]()
+    clean, rank, computed = trainer.setup.batches.micro_batch, trainer.setup.world.rank, Counter[int]()
 
     def once(step: int, index: int) -> Any:
         inputs, targets = clean(step, index)
@@ -95,7 +95,7 @@ def _fit_with_a_passing_fault(run_dir: str) -> str:
         return (inputs * math.nan if rank == 1 and step == 2 and computed[step] == 1 else inputs), targets
 
     if run_dir != "undisturbed":
-        trainer.loop.batches.micro_batch = once  # type: ignore[method-assign]
+        trainer.setup.batches.micro_batch = once  # type: ignore[method-assign]
     return trainer.fit(total_steps=5).weights_sha256
 
 
@@ -124,7 +124,7 @@ def test_bad_data_on_one_rank_is_skipped_by_all_and_named(here: Path) -> None:
 
 def test_data_without_document_names_does_not_clear_the_rank_that_erred(here: Path) -> None:
     trainer = make("run", poison={sample_of(2): math.nan})
-    trainer.loop.batches.names = lambda step, index=None: []  # type: ignore[method-assign]
+    trainer.setup.batches.names = lambda step, index=None: []  # type: ignore[method-assign]
     trainer.fit(total_steps=3)
     (event,) = events("run", "not finite")
     assert event["where"] == f"on rank 0 ({HOST})" and event["documents"] == "not known"
@@ -185,8 +185,9 @@ def test_a_rollback_leaves_out_the_data_since_the_checkpoint_and_ends_the_same_o
         assert steps(run) == [1, 2, 3, 4, 5, 6, 7]
         assert open_checkpoint(RunFolder(Path(run)).checkpoint(7)).state.detours == [[2, 2]]
     left_out = make("by hand")  # steps 3 and 4 see what would have been the data of 5 and 6
-    left_out.loop._data_step = lambda step: step + 2 * (step >= 2)  # type: ignore[method-assign]
-    assert left_out.fit(total_steps=7).weights_sha256 == outcomes[0][0].value
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(History, "data_step", lambda self, step: step + 2 * (step >= 2))
+        assert left_out.fit(total_steps=7).weights_sha256 == outcomes[0][0].value
     assert "went back from step 4 to 2; the data of 2 steps are left out" in outcomes[0][0].out
 
 
@@ -203,13 +204,13 @@ def test_a_run_stopped_before_or_after_a_rollback_and_resumed_ends_with_the_same
 
 def _die_after_the_rollback(run_dir: str, settings: dict[str, Any]) -> None:
     trainer = make(run_dir, poison=settings["poison"], on_nonfinite=settings["on_nonfinite"])
-    back = trainer.loop._go_back
+    back = History.go_back
 
     def go_back_and_die(*args: Any) -> int:
         back(*args)
         os._exit(9)
 
-    trainer.loop._go_back = go_back_and_die  # type: ignore[assignment, method-assign]
+    History.go_back = go_back_and_die  # type: ignore[assignment, method-assign]
     trainer.fit(total_steps=7, save_every=2, log_every=1)
 
 

@@ -12,8 +12,8 @@ from test_guard import events, fit, sample_of, steps
 
 from drumline.cli.app import run_command
 from drumline.files.run_folder import RunFolder
-from drumline.parallel.strategies import Plain
 from drumline.train.loop import Loop
+from drumline.train.step import Backward
 
 PLAIN: dict[str, Any] = {"bitwise": False, "batch_size": 12}
 
@@ -22,7 +22,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
     """The same run with and without looking ahead; it must be the same to the bit."""
     ends = []
     for ahead in (False, True):
-        monkeypatch.setattr(Plain, "looks_ahead", ahead)
+        monkeypatch.setattr(Backward, "runs_ahead", ahead)
         ends.append(fit(f"{ahead}", **PLAIN, **settings))
     assert ends[0] == ends[1] and steps("True") == steps("False")
 
@@ -30,7 +30,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
 def test_a_step_is_started_before_the_numbers_of_the_one_before_are_judged(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Plain, "looks_ahead", True)
+    monkeypatch.setattr(Backward, "runs_ahead", True)
     order: list[str] = []
     for name in ("_gradient", "_judged"):
         kept = getattr(Loop, name)
@@ -47,7 +47,7 @@ def test_a_step_is_started_before_the_numbers_of_the_one_before_are_judged(
 def test_a_run_with_evaluations_and_saves_ends_with_the_same_bits(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fingerprints = set()
     for ahead in (False, True):
-        monkeypatch.setattr(Plain, "looks_ahead", ahead)
+        monkeypatch.setattr(Backward, "runs_ahead", ahead)
         flags = "--total_steps 9 --eval_every 2 --save_every 3 --dropout 0.1 --batch_size 2 --global_batch_size 4"
         command = ["train", "--train_data_path", "text", "--run_dir", f"{ahead}", *small(*flags.split())]
         assert run_command(command) == 0
@@ -74,7 +74,7 @@ def test_a_run_that_is_asked_to_stop_stops_after_that_step_and_goes_on_to_the_sa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = fit("whole", steps=8, **PLAIN)
-    monkeypatch.setattr(Plain, "looks_ahead", True)
+    monkeypatch.setattr(Backward, "runs_ahead", True)
     judge = Loop._judged
 
     def asked(self: Loop, step: int, *more: Any) -> Any:
@@ -92,7 +92,7 @@ def test_a_run_that_is_asked_to_stop_stops_after_that_step_and_goes_on_to_the_sa
 def test_data_that_cannot_be_read_for_the_next_step_do_not_cost_the_one_before(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Plain, "looks_ahead", True)
+    monkeypatch.setattr(Backward, "runs_ahead", True)
     gradient = Loop._gradient
 
     def broken(self: Loop, step: int, **more: Any) -> Any:

@@ -16,7 +16,7 @@ from helpers.small import small
 from torch import Tensor, nn
 
 from drumline.cli.app import run_command
-from drumline.config import GPTConfig
+from drumline.config.model import GPTConfig
 from drumline.errors import EXIT_FAILED, EXIT_STOPPED
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import Record, read_metrics
@@ -256,11 +256,11 @@ def test_short_contexts_come_first_and_a_context_that_cannot_be_divided_is_refus
     assert train("--short_contexts", "0", "--run_dir", "other") == 0
     assert sha256(Path("run")) != sha256(Path("other"))
     assert train("--short_contexts", "0.5", "--context", "14", "--run_dir", "odd") == 1
-    assert "a context of 14 tokens cannot be read as 4 short ones" in capsys.readouterr().err
+    assert "a context of 14 tokens cannot be split into 4 short ones" in capsys.readouterr().err
 
 
 def test_a_rate_for_adamw_given_to_muon_is_pointed_out(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    hint = "rates near 0.035 suit Muon, and --recipe classic is AdamW's way"
+    hint = "rates near 0.035 suit Muon, and --recipe classic uses AdamW"
     for flags, pointed_out in (((), False), (("--lr", "1e-3"), True), (("--lr", "1e-3", "--recipe", "classic"), False)):
         assert train(*flags, "--run_dir", " ".join(("run", *flags))) == 0
         assert (hint in capsys.readouterr().out) is pointed_out

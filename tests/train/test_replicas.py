@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from drumline.checkpoint.checkpoints import checkpoint_paths
 from drumline.checkpoint.retention import step_of
-from drumline.config import GPTConfig
+from drumline.config.model import GPTConfig
 from drumline.errors import EXIT_CRASHED
 from drumline.files.run_folder import RunFolder
 from drumline.model.gpt import GPT
-from drumline.train.guard import ReplicaDriftError, replica_digest
+from drumline.train.guard import ReplicaDriftError
+from drumline.train.replicas import replica_digest
 
 HOST = socket.gethostname()
 
@@ -77,11 +78,11 @@ def test_one_flipped_bit_on_one_rank_is_noticed_and_named_before_it_gets_into_a_
 
 def _stop_with_drift(run_dir: str) -> None:
     trainer = make(run_dir)
-    rank = trainer.loop.world.rank
+    rank = trainer.setup.world.rank
 
     def drift_and_stop() -> dict[str, Any]:
         if rank == 1:
-            flip(next(trainer.loop.model.parameters()).detach(), bit=1)
+            flip(next(trainer.setup.step.model.parameters()).detach(), bit=1)
             signal.raise_signal(signal.SIGTERM)
         return {}
 

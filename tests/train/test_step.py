@@ -5,12 +5,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.steps import CPU, make_step, train_step
 from torch import Tensor, nn
 
-from drumline.parallel.strategies import Plain
-from drumline.train.step import Precision, StepResult, to_device, train_step
+from drumline.train.step import StepResult, to_device
 
-CPU = torch.device("cpu")
 MAKERS = pytest.mark.parametrize("fused", [True, False], ids=["decided by the optimizer", "decided by the host"])
 
 
@@ -27,18 +26,8 @@ def model_and_step(
         return loss
 
     def step(factor: float) -> StepResult:
-        return train_step(
-            model,
-            optimizer,
-            [torch.tensor(factor)],
-            objective,
-            Plain(model),
-            weight=2,
-            precision=Precision.of(CPU, torch.float32),
-            lr=0.05,
-            grad_clip=grad_clip,
-            vote_to_stop=True,
-        )
+        whole = make_step(model, optimizer, objective, weight=2, grad_clip=grad_clip)
+        return train_step(whole, [torch.tensor(factor)], lr=0.05, stop=True)
 
     return model, optimizer, step
 

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, TensorDataset
 from drumline.errors import CheckpointError, ConfigError, TrainingError
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
-from drumline.train.loop import due
+from drumline.train.intervals import due
 from drumline.train.trainer import Trainer
 
 
@@ -126,7 +126,7 @@ def test_a_model_that_gives_its_own_loss_needs_no_loss_function(tmp_path: Path) 
 
 def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_the_weights_alone(tmp_path: Path) -> None:
     trainer = make(tmp_path, samples=40)
-    dataset = trainer.loop.batches
+    dataset = trainer.setup.batches
     clean = dataset.micro_batch
 
     def poisoned(step: int, index: int) -> Any:
@@ -139,13 +139,13 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_leaves_the_weights_alo
     assert RunFolder(tmp_path).read_status()["skipped_steps"] == 1
     log = (tmp_path / "train.log").read_text()
     assert "step 3: loss nan" in log and "computing it again" in log and "not finite again, the step was skipped" in log
-    assert all(torch.isfinite(p).all() for p in trainer.loop.model.parameters())
+    assert all(torch.isfinite(p).all() for p in trainer.setup.step.model.parameters())
 
 
 def test_too_many_steps_in_a_row_that_are_not_finite_end_the_run_and_name_the_documents(tmp_path: Path) -> None:
     trainer = make(tmp_path, max_nonfinite=3)
-    clean = trainer.loop.batches.micro_batch
-    trainer.loop.batches.micro_batch = lambda step, index: (clean(step, index)[0] * math.inf, clean(step, index)[1])  # type: ignore[method-assign]
+    clean = trainer.setup.batches.micro_batch
+    trainer.setup.batches.micro_batch = lambda step, index: (clean(step, index)[0] * math.inf, clean(step, index)[1])  # type: ignore[method-assign]
     with pytest.raises(TrainingError, match=r"3 such steps in a row; its documents: sample \d+"):
         trainer.fit(total_steps=10)
     status = RunFolder(tmp_path).read_status()

@@ -167,7 +167,7 @@ def _bytes_of_ranks(workload: Workload) -> int:
     """With other ranks a gradient is kept from step to step; alone it is gone while the first loss is computed."""
     world = workload.world
     accumulates = len(workload.plan.share(world.rank, world.size)) > 1
-    return 0 if world.store is None or accumulates else 4 * workload.parameters
+    return 0 if not world.is_group or accumulates else 4 * workload.parameters
 
 
 def free_memory(device: torch.device) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ import torch
 from drumline.bench.ceilings import seconds, together
 from drumline.config import TrainConfig
 from drumline.data import BatchPlan, TokenBatches, TokenFile
-from drumline.kernels import WARM_UPS, Recorded, with_graphs, with_kernels
+from drumline.kernels import WARM_UPS, RecordedBackward, with_graphs, with_kernels
 from drumline.model import GPT, build_model, token_objective
 from drumline.optim import make_optimizer
-from drumline.parallel import Plain, Strategy, World, allow_tf32, make_strategy, pick_dtype
-from drumline.train import Backward, Precision, to_device, train_step
+from drumline.parallel import Plain, World, allow_tf32, make_strategy, pick_dtype
+from drumline.train import Backward, Precision, Step, to_device
 
 PARTS = ("data", "forward", "backward", "gradient_wait", "optimizer")
 _TURNS, _MOST_STEPS = 5, 200
@@ -48,10 +49,13 @@ class Workload:
         if config.run.compile:
             torch.compiler.reset()  # what another model or batch left there must not count against this one
             self.model.compile()
-        self.optimizer = make_optimizer(self.model, config.optim)
-        self._alone = with_graphs(Plain(self.model), self.model, self.precision)
-        self.strategy: Strategy = self._alone
         self._batches = _made_up_batches(config, plan)
+        optimizer, strategy = make_optimizer(self.model, config.optim), Plain(self.model)
+        backward = Backward(token_objective, self.precision, self.tokens_per_step)
+        backward = with_graphs(backward, self.model, strategy)
+        grad_clip = config.optim.grad_clip or 0.0
+        self._alone = Step(self.model, optimizer, strategy, backward, self.precision, grad_clip)
+        self._together = self._alone
         self._steps = itertools.count()
 
     @property
@@ -69,12 +73,14 @@ class Workload:
 
     def join_ranks(self) -> None:
         """From here on a step is one of all ranks."""
-        if self.world.store is not None:
-            self.strategy = make_strategy(self.model, self.plan, self.world, bitwise=False)
+        if self.world.is_group:
+            strategy = make_strategy(self.model, self.plan, self.world, bitwise=False)
+            backward = replace(self._alone.backward, scale=strategy.scale)
+            self._together = replace(self._alone, strategy=strategy, backward=backward)
 
     def warm_up(self) -> None:
         """Steps until whatever happens at the first ones is over."""
-        for _ in range(WARM_UPS + 1 if isinstance(self.strategy, Recorded) else 1):
+        for _ in range(WARM_UPS + 1 if isinstance(self._together.backward, RecordedBackward) else 1):
             self.step()
 
     def data(self) -> None:
@@ -84,40 +90,23 @@ class Workload:
     def forward(self) -> None:
         """data, too"""
         for batch in self._micro_batches():
-            self._gradient().loss(self.model, to_device(batch, self.precision.device))
+            self._alone.backward.loss(self.model, to_device(batch, self.precision.device))
 
     def backward(self) -> None:
         """data and forward, too"""
-        self.optimizer.zero_grad(set_to_none=True)
-        self._alone.accumulate(self._micro_batches(), self._gradient(), votes=())
+        self._alone.gradient(self._micro_batches())
 
     def alone(self) -> None:
         """A whole step that does not care about other ranks."""
-        self._train_step(self._alone)
+        self._alone.update(self._alone.gradient(self._micro_batches()), lr=_LR)()
 
     def step(self) -> None:
-        self._train_step(self.strategy)
-
-    def _train_step(self, strategy: Strategy) -> None:
-        train_step(
-            self.model,
-            self.optimizer,
-            self._micro_batches(),
-            token_objective,
-            strategy,
-            weight=self.tokens_per_step,
-            precision=self.precision,
-            lr=_LR,
-            grad_clip=self.config.optim.grad_clip or 0.0,
-        )
+        self._together.update(self._together.gradient(self._micro_batches()), lr=_LR)()
 
     def _micro_batches(self) -> Iterator[Any]:
         step = next(self._steps)
         for index in self.plan.share(self.world.rank, self.world.size):
             yield self._batches.micro_batch(step, index)
-
-    def _gradient(self) -> Backward:
-        return Backward(token_objective, self.precision, weight=self.tokens_per_step, scale=1, watch=None)
 
 
 def _made_up_batches(config: TrainConfig, plan: BatchPlan) -> TokenBatches:
@@ -148,7 +137,7 @@ def part_seconds(workload: Workload, *, steps: int | None, budget_s: float) -> d
         "data": workload.data,
         "forward": workload.forward,
         "backward": workload.backward,
-        **({"alone": workload.alone} if workload.world.store is not None else {}),
+        **({"alone": workload.alone} if workload.world.is_group else {}),
         "step": workload.step,
     }
     world = workload.world

@@ -164,7 +164,7 @@ def _fill(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
 
 def share(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, source: int) -> None:
     """Give every rank the weights and optimizer state of one of them."""
-    if world.store is None:
+    if not world.is_group:
         return
     with waiting_for("the weights of the checkpoint"):
         world.broadcast(list(weights(model).values()), source=source)

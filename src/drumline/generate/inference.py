@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drumline.config import Device
-from drumline.data import StreamDecoder, open_data, open_tokens
+from drumline.data import open_data, open_tokens
 from drumline.errors import ConfigError
 from drumline.generate.loading import load_run
-from drumline.generate.sample import SampleConfig, generate
-from drumline.model import GPT, token_objective
+from drumline.generate.sample import SampleConfig, can_write, sample_text
+from drumline.model import token_objective
 from drumline.parallel import pick_device, pick_dtype
 from drumline.train import Evaluation, Precision, evaluate
 
@@ -48,14 +48,16 @@ def evaluate_run(
 def sample_run(path: Path, prompt: str, settings: SampleConfig, *, device: Device) -> Iterator[str]:
     """The prompt, then what the run's newest checkpoint makes of it, piece by piece."""
     run = load_run(path)
-    if run.tokenizer is None or not isinstance(run.model, GPT):
+    if run.tokenizer is None:
         raise ConfigError(
-            f"the run {path} has no {run.folder.tokenizer.name if run.tokenizer is None else 'GPT'} to write with",
-            fix="sample from a GPT run with a tokenizer (--tokenizer brings one when training on bare .bin files)",
+            f"the run {path} has no {run.folder.tokenizer.name} to write with",
+            fix="train with --tokenizer, which brings one where the data are bare .bin files",
         )
-    decoder = StreamDecoder(run.tokenizer)
+    if not can_write(run.model):
+        raise ConfigError(
+            f"the model of {path}, {type(run.model).__name__}, gives no logits without targets",
+            fix="let its forward take targets=None and return (logits, loss)",
+        )
     model = run.model.to(pick_device(device))
     yield prompt
-    for token in generate(model, run.tokenizer.encode(prompt), settings, end_of_text=run.tokenizer.end_of_text):
-        yield decoder.push(token)
-    yield decoder.flush()
+    yield from sample_text(model, run.tokenizer, prompt, settings, context=run.config.model.context)

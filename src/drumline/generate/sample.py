@@ -5,12 +5,14 @@ Knows how a token is chosen and what happens when a text outgrows the model's co
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from drumline.data import StreamDecoder, Tokenizer
 from drumline.errors import ConfigError, DataError
 from drumline.model import GPT, KVCache
 
@@ -44,21 +46,35 @@ class SampleConfig:
             raise ConfigError(f"max_tokens {self.max_tokens} asks for no text", fix="use --max_tokens 1 or more")
 
 
+def can_write(model: nn.Module) -> bool:
+    """Whether a model gives logits where it is given no targets: drumline's own, or one whose forward says so."""
+    parameters = inspect.signature(model.forward).parameters
+    return isinstance(model, GPT) or ("targets" in parameters and parameters["targets"].default is None)
+
+
 def generate(
-    model: GPT, prompt_ids: list[int], settings: SampleConfig, *, end_of_text: int | None, use_cache: bool = True
+    model: nn.Module,
+    prompt_ids: list[int],
+    settings: SampleConfig,
+    *,
+    end_of_text: int | None,
+    context: int | None = None,
+    use_cache: bool = True,
 ) -> Iterator[int]:
     """Yield the ids that follow the prompt as they are made, until `end_of_text` (not yielded) or `max_tokens`.
 
     An empty prompt starts from end_of_text, or from id 0. A prompt that outgrows the context keeps its end; a text that
     does goes on from its last half context, so that the cache is filled anew only once in half a context. Without the
-    cache every token is computed from the whole window again: the same text, slower.
+    cache, which only a GPT has, every token is computed from the whole window again: the same text, slower.
     """
-    check_prompt(prompt_ids, vocab_size=model.config.vocab_size)
-    context = model.config.max_position_embeddings
+    if isinstance(model, GPT):
+        check_prompt(prompt_ids, vocab_size=model.config.vocab_size)
+        context = model.config.max_position_embeddings
+    assert context is not None
     start = 0 if end_of_text is None else end_of_text
     window = (prompt_ids or [start])[-context:]
     unread = window
-    cache = KVCache(model) if use_cache else None
+    cache = KVCache(model) if use_cache and isinstance(model, GPT) else None
     generator = torch.Generator().manual_seed(settings.seed)
     was_training = model.training
     model.eval()
@@ -79,10 +95,13 @@ def generate(
 
 
 @torch.inference_mode()
-def next_logits(model: GPT, ids: list[int], cache: KVCache | None) -> Tensor:
+def next_logits(model: nn.Module, ids: list[int], cache: KVCache | None) -> Tensor:
     """What follows `ids`, and before them what the cache holds: float32 (V) on the CPU."""
-    device = model.token_embedding.weight.device
-    hidden = model.hidden(torch.tensor([ids], device=device), cache=cache)  # (1, T, D)
+    input_ids = torch.tensor([ids], device=next(model.parameters()).device)
+    if not isinstance(model, GPT):
+        logits: Tensor = model(input_ids)[0]  # (1, T, V)
+        return logits[0, -1].float().cpu()
+    hidden = model.hidden(input_ids, cache=cache)  # (1, T, D)
     return model.logits(hidden[:, -1])[0].float().cpu()
 
 
@@ -102,6 +121,17 @@ def choose(logits: Tensor, settings: SampleConfig, generator: torch.Generator) -
         probabilities = probabilities.masked_fill(before >= settings.top_p, 0.0)
     drawn = int(torch.multinomial(probabilities, 1, generator=generator))
     return drawn if ids is None else int(ids[drawn])
+
+
+def sample_text(
+    model: nn.Module, tokenizer: Tokenizer, prompt: str, settings: SampleConfig, *, context: int | None
+) -> Iterator[str]:
+    """What the model writes after the prompt, piece by piece. context: of models other than a GPT"""
+    decoder = StreamDecoder(tokenizer)
+    ids = tokenizer.encode(prompt)
+    for token in generate(model, ids, settings, end_of_text=tokenizer.end_of_text, context=context):
+        yield decoder.push(token)
+    yield decoder.flush()
 
 
 def check_prompt(prompt_ids: list[int], *, vocab_size: int) -> None:

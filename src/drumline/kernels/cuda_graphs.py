@@ -8,17 +8,13 @@ before the loss of the step before it is read, so that the GPU does not wait at 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from drumline.kernels.gpt import Float8GPT, FusedGPT
 from drumline.model import GPT
-from drumline.parallel import Backward as AnyBackward
-from drumline.parallel import Plain, Stopwatch, Strategy, Votes, message
-from drumline.train import Backward, Precision, to_device
+from drumline.parallel import Plain, Stopwatch, Strategy
+from drumline.train import Backward, to_device
 
 WARM_UPS = 3
 """Micro-batches of one shape before it is recorded: kernels are compiled and libraries set up at their first uses."""
@@ -29,24 +25,24 @@ a step that takes most of the memory is long enough for its launches."""
 Shapes = tuple[tuple[int, ...] | None, ...]
 
 
-def with_graphs(strategy: Strategy, model: nn.Module, precision: Precision) -> Strategy:
-    """The strategy with recorded micro-batches, where that can be done: one process, drumline's own model on CUDA.
+def with_graphs(backward: Backward, model: nn.Module, strategy: Strategy) -> Backward:
+    """The same by recorded micro-batches, where that can be done: one process, drumline's own model on CUDA.
 
     What Python does in the forward of a model that somebody else wrote would not be done again.
     """
     ours = isinstance(model, GPT) and type(model) in (GPT, FusedGPT, Float8GPT) and not model.config.dropout
+    precision = backward.precision
     on_gpu = precision.device.type == "cuda" and not precision.scaler.is_enabled()
-    return Recorded(model) if ours and on_gpu and isinstance(strategy, Plain) else strategy
+    return RecordedBackward(backward) if ours and on_gpu and type(strategy) is Plain else backward
 
 
-class Recorded:
-    """As Plain; whatever is not recorded runs as it is."""
+class RecordedBackward(Backward):
+    """Whatever is not recorded runs as it is."""
 
-    scale = 1
-    looks_ahead = True
+    runs_ahead = True
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, plain: Backward) -> None:
+        super().__init__(plain.objective, plain.precision, plain.weight, plain.scale)
         self._shapes: Shapes = ()
         self._times = 0
         self._recording: Recording | None = None
@@ -56,30 +52,24 @@ class Recorded:
         """Whether the next micro-batch, if it has the shape of the last, is replayed."""
         return self._recording is not None
 
-    def accumulate(
-        self, micro_batches: Iterable[Any], backward: AnyBackward, *, votes: Votes, watch: Stopwatch | None = None
-    ) -> Tensor:
-        assert isinstance(backward, Backward)
-        losses = torch.stack([self._backward(backward, batch) for batch in micro_batches])
-        return message(losses.sum(), votes, watch)
-
-    def _backward(self, backward: Backward, batch: tuple[Tensor | None, ...]) -> Tensor:
+    def __call__(self, model: nn.Module, batch: tuple[Tensor | None, ...], watch: Stopwatch | None = None) -> Tensor:
         shapes = tuple(None if part is None else tuple(part.shape) for part in batch)
         if shapes != self._shapes:
             if self._recording is not None:
                 torch.cuda.synchronize()  # it may still be replayed
             self._shapes, self._times, self._recording = shapes, 0, None
         self._times += 1
-        if self._recording is None and self._times > WARM_UPS and self._worth_recording(batch):
-            self._recording = Recording(self._model, backward, batch)
-        return backward(self._model, batch) if self._recording is None else self._recording.replay(backward, batch)
+        if self._recording is None and self._times > WARM_UPS and _worth_recording(model, batch):
+            self._recording = Recording(model, self, batch)
+        return super().__call__(model, batch, watch) if self._recording is None else self._recording.replay(batch)
 
-    def _worth_recording(self, batch: tuple[Tensor | None, ...]) -> bool:
-        """Whether it can be: masks of documents depend on what the host reads, and no gradients may be there yet."""
-        device = next(self._model.parameters()).device
-        room = torch.cuda.get_device_properties(device).total_memory
-        fits = torch.cuda.max_memory_allocated(device) < _MOST_MEMORY * room
-        return fits and batch[-1] is None and all(p.grad is None for p in self._model.parameters())
+
+def _worth_recording(model: nn.Module, batch: tuple[Tensor | None, ...]) -> bool:
+    """Whether it can be: masks of documents depend on what the host reads, and no gradients may be there yet."""
+    device = next(model.parameters()).device
+    room = torch.cuda.get_device_properties(device).total_memory
+    fits = torch.cuda.max_memory_allocated(device) < _MOST_MEMORY * room
+    return fits and batch[-1] is None and all(p.grad is None for p in model.parameters())
 
 
 class Recording:
@@ -87,7 +77,7 @@ class Recording:
 
     def __init__(self, model: nn.Module, backward: Backward, batch: tuple[Tensor | None, ...]) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._batch: tuple[Tensor | None, ...] = to_device(batch, backward.device)
+        self._batch: tuple[Tensor | None, ...] = to_device(batch, backward.precision.device)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # what the first micro-batches left: a recording has memory of its own
         self._graph = torch.cuda.CUDAGraph()
@@ -97,7 +87,7 @@ class Recording:
             self._gradients = torch.autograd.grad(self._loss, self._parameters, allow_unused=True)
             self._loss = self._loss.detach().float()
 
-    def replay(self, backward: Backward, batch: tuple[Tensor | None, ...]) -> Tensor:
+    def replay(self, batch: tuple[Tensor | None, ...]) -> Tensor:
         """As backward itself: gradients that are there already are added to."""
         before = [p.grad.clone() for p in self._parameters if p.grad is not None]
         for there, new in zip(self._batch, batch, strict=True):
@@ -108,4 +98,4 @@ class Recording:
             parameter.grad = gradient
         if before:
             torch._foreach_add_([gradient for gradient in self._gradients if gradient is not None], before)
-        return backward.note(self._loss.clone())
+        return self._loss.clone()

@@ -27,3 +27,12 @@ def token_objective(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor | None
     extra = {} if documents is None else {"document_ids": documents}
     loss: Tensor = model(inputs, targets=targets, **extra)[1]
     return loss
+
+
+def flops_per_token(model: nn.Module, *, context: int) -> float:
+    """Floating-point operations to train on one token: what the model says, else 6 for each weight of its matrices."""
+    of_model = getattr(model, "flops_per_token", None)
+    if of_model is not None:
+        return float(of_model(context))
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return 6.0 * sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)

@@ -5,20 +5,15 @@ Every rank sees the same loss and gradient norm, so every rank comes to the same
 
 from __future__ import annotations
 
-import hashlib
 import math
 import socket
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from statistics import median
 from typing import Any
 
-import torch
-from torch import nn
-
-from drumline.checkpoint import weights
 from drumline.config import OnNonfinite
 from drumline.data import Batches
 from drumline.errors import EXIT_CRASHED, RunLostError, TrainingError
@@ -159,39 +154,6 @@ class Guard:
             return "in the gradient, though each rank's loss is finite", _shown(self._batches.names(data_step))
         where = "on " + ", ".join(f"rank {rank} ({host})" for rank, host, _ in guilty)
         return where, _shown(list(dict.fromkeys(name for _, _, named in guilty for name in named)))
-
-    def compare_replicas(self, model: nn.Module, step: int) -> None:
-        """ReplicaDriftError on every rank if one has other weights than most."""
-        if self._world.size == 1:
-            return
-        digest = replica_digest(model)
-        with waiting_for("the comparison of the weights"):
-            told = self._world.gather([socket.gethostname(), digest])
-        usual, agreeing = Counter(digest for _, digest in told).most_common(1)[0]
-        odd = [f"rank {rank} on {host}" for rank, (host, digest) in enumerate(told) if digest != usual]
-        if odd and agreeing * 2 > len(told):
-            raise self._drift(f"{', '.join(odd)} has other weights than the {agreeing} other ranks at step {step:,}")
-        if odd:  # with two ranks nobody knows which of them erred
-            hosts = ", ".join(f"rank {rank} on {host}" for rank, (host, _) in enumerate(told))
-            raise self._drift(f"the replicas ({hosts}) no longer have the same weights at step {step:,}")
-
-    def _drift(self, problem: str) -> ReplicaDriftError:
-        self._tell("", {"event": "replica drift", "what": problem})
-        return ReplicaDriftError(
-            problem,
-            fix="start the same command again to go on from the last checkpoint; test the memory of the odd host",
-            told=not self._world.is_main,
-        )
-
-
-def replica_digest(model: nn.Module) -> str:
-    """The bits of every weight added up as integers on the device: any one flipped bit changes it."""
-    sums = []
-    for tensor in weights(model).values():
-        bits = tensor.contiguous().reshape(-1).view(torch.uint8)
-        width = next(w for w in (4, 2, 1) if bits.numel() % w == 0 and bits.storage_offset() % w == 0)
-        sums.append(bits.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]).sum(dtype=torch.int64))
-    return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).hexdigest()[:16]
 
 
 def _shown(names: list[str]) -> str:

@@ -1,4 +1,8 @@
-"""One optimizer step: micro-batches in, updated weights and numbers out. No I/O."""
+"""One optimizer step: micro-batches in, updated weights and numbers out. No I/O.
+
+`Backward` is forward and backward of a micro-batch, a `parallel.Strategy` adds gradients up, `Step` is the whole. The
+loop, the benchmarks and the tests all run this one.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,16 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from drumline.parallel import Stopwatch, Strategy, is_hopper, waiting_for
+from drumline.parallel import is_hopper, waiting_for
+
+if TYPE_CHECKING:
+    from drumline.parallel import Stopwatch, Strategy
 
 # On Hopper, the first that can do what is asked: cuDNN's is the fastest, and stands back where bits must repeat.
 _ATTENTION = [
@@ -40,7 +47,7 @@ class Precision:
 
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
-        """For forward: backward follows it of itself."""
+        """Wrap forward only; autograd reuses these dtypes in backward."""
         with contextlib.ExitStack() as held:
             if self.dtype != torch.float32:
                 held.enter_context(torch.autocast(self.device.type, dtype=self.dtype))
@@ -49,33 +56,32 @@ class Precision:
             yield
 
 
+@dataclass
 class Backward:
-    """Forward and backward of a step's micro-batches, one call each, and this rank's shares of the loss."""
+    """Forward and backward of one micro-batch."""
 
-    def __init__(
-        self, objective: Objective, precision: Precision, *, weight: int, scale: int, watch: Stopwatch | None
-    ) -> None:
-        self._objective, self._precision, self._weight = objective, precision, weight
-        self._scale, self._watch = scale, watch
-        self.device = precision.device
-        self.losses: list[Tensor] = []
+    objective: Objective
+    precision: Precision
+    weight: int
+    """What the whole step counts: its tokens, or its samples."""
+    scale: int = 1
+    """As Strategy.scale."""
+    runs_ahead: ClassVar[bool] = False
+    """Whether a step's gradient is to be started before the numbers of the step before it are read."""
 
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        loss = self.loss(model, to_device(batch, self.device))
-        scaled = self._precision.scaler.scale(loss * self._scale)
-        if self._watch is not None:
-            self._watch.watch(scaled)
+    def __call__(self, model: nn.Module, batch: Any, watch: Stopwatch | None = None) -> Tensor:
+        """The micro-batch's share of the step's loss, float32 (), after backward has run."""
+        loss = self.loss(model, to_device(batch, self.precision.device))
+        scaled = self.precision.scaler.scale(loss * self.scale)
+        if watch is not None:
+            watch.watch(scaled)
         scaled.backward()  # type: ignore[no-untyped-call]
-        return self.note(loss.detach().float())
+        return loss.detach().float()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """A micro-batch's share of the step's loss; the batch is on the device."""
-        with self._precision.autocast():
-            return self._objective(model, batch) / self._weight
-
-    def note(self, loss: Tensor) -> Tensor:
-        self.losses.append(loss)
-        return loss
+        """Forward alone; the batch is on the device."""
+        with self.precision.autocast():
+            return self.objective(model, batch) / self.weight
 
 
 @dataclass(frozen=True)
@@ -101,60 +107,62 @@ class Gradient:
     """The gradient of a step is in every parameter's .grad; this is what came with it."""
 
     totals: Tensor
-    """As Strategy.accumulate gives them."""
+    """As Strategy.finish gives them: loss, votes to stop and to save, each rank's time."""
     own_loss: Tensor
 
 
-def compute_gradient(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: Iterable[Any],
-    objective: Objective,
-    strategy: Strategy,
-    *,
-    weight: int,
-    precision: Precision,
-    vote_to_stop: bool = False,
-    vote_to_save: bool = False,
-    watch: Stopwatch | None = None,
-) -> Gradient:
-    """Add up the gradient over the micro-batches, each divided by `weight`, what the whole step counts."""
-    backward = Backward(objective, precision, weight=weight, scale=strategy.scale, watch=watch)
-    optimizer.zero_grad(set_to_none=True)
-    totals = strategy.accumulate(micro_batches, backward, votes=(vote_to_stop, vote_to_save), watch=watch)
-    precision.scaler.unscale_(optimizer)
-    return Gradient(totals, torch.stack(backward.losses).sum())
+@dataclass
+class Step:
+    """What one optimizer step computes, in two halves: the gradient, and the update by it."""
 
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    strategy: Strategy
+    backward: Backward
+    precision: Precision
+    grad_clip: float = 0.0
+    """Largest norm of the gradient; 0: as it is."""
 
-def update(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    gradient: Gradient,
-    *,
-    precision: Precision,
-    lr: float | None,
-    grad_clip: float,
-) -> Callable[[], StepResult]:
-    """Clip and update. What comes back waits for the step's numbers, but not for what the device is given next."""
-    scaler = precision.scaler
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    numbers = torch.cat((gradient.totals, gradient.own_loss.reshape(1), norm.reshape(1).float()))
-    if lr is not None:
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_ratio", 1.0)
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and not scaler.is_enabled():
-        read = _start_reading(numbers)
-        _update_unread(optimizer, numbers[0], norm, grad_clip=grad_clip)
-        return lambda: _result(read())
-    with waiting_for("the sums of gradients and losses on its device"):
-        result = _result(numbers.tolist())
-    if result.updated and 0.0 < grad_clip < result.grad_norm:
-        torch._foreach_mul_(gradients, grad_clip / result.grad_norm)
-    if result.updated:
-        scaler.step(optimizer)
-    scaler.update()
-    return lambda: result
+    def gradient(
+        self, micro_batches: Iterable[Any], *, stop: bool = False, save: bool = False, watch: Stopwatch | None = None
+    ) -> Gradient:
+        """Add up the gradient over this rank's micro-batches and over the ranks, with what each votes for."""
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = []
+        for number, batch in enumerate(micro_batches):
+            with self.strategy.micro_batch(number):
+                losses.append(self.backward(self.strategy.model, batch, watch))
+            self.strategy.add(losses[-1])
+        # Made on the device: a copy from the host would wait until backward has ended, then the device for the host.
+        extras = [losses[0].new_full((1,), float(vote)) for vote in (stop, save)]
+        totals = self.strategy.finish(torch.cat(extras if watch is None else [*extras, watch.slots(losses[0])]))
+        self.precision.scaler.unscale_(self.optimizer)
+        return Gradient(totals, torch.stack(losses).sum())
+
+    def update(self, gradient: Gradient, *, lr: float | None) -> Callable[[], StepResult]:
+        """Clip and update. The result waits for the step's numbers, but not for what the device is given next.
+
+        lr: of this step, times each group's own "lr_ratio"; None leaves the optimizer's alone
+        """
+        scaler, optimizer = self.precision.scaler, self.optimizer
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        numbers = torch.cat((gradient.totals, gradient.own_loss.reshape(1), norm.reshape(1).float()))
+        if lr is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group.get("lr_ratio", 1.0)
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and not scaler.is_enabled():
+            read = _start_reading(numbers)
+            _update_unread(optimizer, numbers[0], norm, grad_clip=self.grad_clip)
+            return lambda: _result(read())
+        with waiting_for("the sums of gradients and losses on its device"):
+            result = _result(numbers.tolist())
+        if result.updated and 0.0 < self.grad_clip < result.grad_norm:
+            torch._foreach_mul_(gradients, self.grad_clip / result.grad_norm)
+        if result.updated:
+            scaler.step(optimizer)
+        scaler.update()
+        return lambda: result
 
 
 def _result(numbers: list[float]) -> StepResult:
@@ -168,35 +176,6 @@ def _result(numbers: list[float]) -> StepResult:
         save=save > 0,
         work_s=tuple(work_s),
     )
-
-
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    micro_batches: Iterable[Any],
-    objective: Objective,
-    strategy: Strategy,
-    *,
-    weight: int,
-    precision: Precision,
-    lr: float | None,
-    grad_clip: float,
-    vote_to_stop: bool = False,
-    watch: Stopwatch | None = None,
-) -> StepResult:
-    """A whole step: the gradient, one update, its numbers."""
-    gradient = compute_gradient(
-        model,
-        optimizer,
-        micro_batches,
-        objective,
-        strategy,
-        weight=weight,
-        precision=precision,
-        vote_to_stop=vote_to_stop,
-        watch=watch,
-    )
-    return update(model, optimizer, gradient, precision=precision, lr=lr, grad_clip=grad_clip)()
 
 
 def _start_reading(numbers: Tensor) -> Callable[[], list[float]]:

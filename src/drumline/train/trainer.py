@@ -19,9 +19,11 @@ from drumline.data import BatchPlan, plan_batches, visits
 from drumline.errors import ConfigError, DataError
 from drumline.files import RunFolder
 from drumline.parallel import compare, join, make_strategy, pick_dtype, versions
+from drumline.train.assembly import Setup, assembled
 from drumline.train.guard import GuardRules
-from drumline.train.loop import FitResult, Loop
-from drumline.train.step import Objective, Precision
+from drumline.train.intervals import Intervals
+from drumline.train.loop import FitResult
+from drumline.train.step import Backward, Objective, Precision, Step
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -33,6 +35,8 @@ class Trainer:
     loss:    (prediction, target) -> mean over the samples, as torch's losses give it. None: the model's output is the
              loss, or a tuple that ends with it.
     lr:      step -> learning rate; None leaves the optimizer's own alone.
+    snapshot_every: steps between copies of the run in memory; 0: none.
+    facts:   what must not change while the run goes on, beside what every run has.
     """
 
     def __init__(
@@ -56,34 +60,38 @@ class Trainer:
         keep_checkpoints: int = 3,
         on_nonfinite: OnNonfinite = "skip",
         max_nonfinite: int = 5,
-        **loop: Any,
+        snapshot_every: int = 0,
+        resume_from: str = "auto",
+        allow_change: Sequence[str] = (),
+        facts: dict[str, Any] | None = None,
     ) -> None:
         world = join(device=device, backend=backend, bitwise=bitwise)
-        where = world.device
-        model = model.to(where)
         batch = BatchConfig(
             batch_size=batch_size,
             gradient_accumulation_steps=gradient_accumulation_steps,
             global_batch_size=global_batch_size,
         )
         plan = plan_batches(batch, default_batch_size=batch_size, world_size=world.size)
-        self.loop = Loop(
+        model = model.to(world.device)
+        strategy = make_strategy(model, plan, world, bitwise=bitwise)
+        precision = Precision.of(world.device, pick_dtype(dtype, world.device))
+        backward = Backward(sample_objective(loss), precision, plan.sequences, strategy.scale)
+        self.snapshot_every = snapshot_every
+        self.setup = Setup(
             folder=RunFolder(Path(run_dir)),
-            model=model,
-            optimizer=optimizer,
-            batches=DatasetBatches(dataset, plan, seed=seed),
-            objective=sample_objective(loss),
-            precision=Precision.of(where, pick_dtype(dtype, where)),
             world=world,
-            strategy=make_strategy(model, plan, world, bitwise=bitwise),
+            step=Step(model, optimizer, strategy, backward, precision, grad_clip),
+            batches=DatasetBatches(dataset, plan, seed=seed),
             seed=seed,
             lr=lr,
-            grad_clip=grad_clip,
+            resume_from=resume_from,
+            allow_change=allow_change,
             retention=Retention(last=keep_checkpoints),
             guard_rules=GuardRules(on_nonfinite=on_nonfinite, max_nonfinite=max_nonfinite),
-            **loop,
+            facts=facts or {},
         )
-        compare(world, {**versions(), **self.loop.facts})
+        if world.size > 1:
+            compare(world, {**versions(), **self.setup.all_facts()})
 
     def fit(
         self,
@@ -98,21 +106,23 @@ class Trainer:
         """Train to the end; `save_every` counts epochs if the length is given in epochs, else steps."""
         if (epochs is None) == (total_steps is None):
             raise ConfigError(f"epochs is {epochs} and total_steps is {total_steps}", fix="give one of the two")
-        batches = self.loop.batches
+        batches, world, folder = self.setup.batches, self.setup.world, self.setup.folder
         unit = Fraction(1) if epochs is None else Fraction(batches.items, batches.plan.sequences)
         last = math.ceil(Fraction(total_steps if epochs is None else epochs) * unit)  # type: ignore[arg-type]
         if last < 1:
             raise ConfigError(f"a run of {last} steps does nothing", fix="give epochs or total_steps a value above 0")
-        world, folder = self.loop.world, self.loop.folder
-        with ExitStack() as held:
-            world.on_main(lambda: held.enter_context(folder.hold()))
-            return self.loop.run(
-                total_steps=last,
-                log_every=log_every,
-                save_every=(save_every or last) * unit,
-                eval_every=eval_every or last,
-                evaluate=evaluate,
-            )
+        intervals = Intervals(
+            total_steps=last,
+            log_every=log_every,
+            eval_every=eval_every or last,
+            save_every=(save_every or last) * unit,
+            snapshot_every=self.snapshot_every,
+        )
+        with ExitStack() as open_parts:
+            world.on_main(lambda: open_parts.enter_context(folder.hold()))
+            evaluator = (lambda pulse: evaluate()) if evaluate else None
+            loop = open_parts.enter_context(assembled(self.setup, intervals, evaluate=evaluator))
+            return loop.run()
 
 
 def sample_objective(loss: Loss | None) -> Objective:

@@ -1,0 +1,186 @@
+"""Many ranks: the process group they join, and how they agree on something.
+
+What ranks tell each other before training goes through the rendezvous store as JSON, so that it works before, and
+without, any collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.distributed.rendezvous import rendezvous
+
+from drumline.config import Backend
+from drumline.errors import ConfigError, DrumlineError
+from drumline.parallel.heartbeat import waiting_for, working
+from drumline.parallel.world import Place, World
+
+T = TypeVar("T")
+
+_PATIENCE = timedelta(days=1)
+"""How long ranks wait for one that prepares text or reads a checkpoint: the launcher ends them sooner if it dies."""
+_GOODBYE = timedelta(seconds=5)
+_LISTENS_S = 5.0
+_LEFT: list[dist.ProcessGroup | None] = []
+
+
+@dataclass(frozen=True)
+class Group(World):
+    """All ranks of a process group, as one of them sees it."""
+
+    store: Store
+    """Where ranks leave word for each other."""
+    _turn: Iterator[int] = field(default_factory=itertools.count, repr=False)
+
+    @property
+    def is_group(self) -> bool:
+        return True
+
+    def gather(self, value: Any) -> list[Any]:
+        turn = next(self._turn)
+        self.store.set(f"drumline/{turn}/{self.rank}", json.dumps(value))
+        keys = [f"drumline/{turn}/{rank}" for rank in range(self.size)]
+        with waiting_for("word from the other ranks"):
+            self.store.wait(keys, _PATIENCE)
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def together(self, work: Callable[[], T]) -> T:
+        result, error = _attempt(work)
+        told = self.gather(None if error is None else [socket.gethostname(), error.problem, error.fix])
+        self._raise_first(told, error)
+        return result  # type: ignore[return-value]
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        result, error = _attempt(work) if self.is_main else (None, None)
+        told = self.gather([None if error is None else [socket.gethostname(), error.problem, error.fix], result])
+        self._raise_first([told[0][0]], error)
+        return result if self.is_main else told[0][1]  # type: ignore[return-value]
+
+    def _raise_first(self, told: Sequence[Any], own: DrumlineError | None) -> None:
+        for rank, problem in enumerate(told):
+            if problem is not None:
+                if self.is_main and own is not None:
+                    raise own
+                where = "" if len(told) == 1 else f"rank {rank} on {problem[0]}: "
+                error = DrumlineError(where + problem[1], fix=problem[2])
+                error.told = not self.is_main
+                raise error
+
+    def post(self, key: str, value: Any) -> None:
+        self.store.set(f"drumline/{key}", json.dumps(value))
+
+    def posted(self, keys: Sequence[str]) -> list[Any] | None:
+        if not keys:
+            return []
+        names = [f"drumline/{key}" for key in keys]
+        if not self.store.check(names):
+            return None
+        return [json.loads(self.store.get(name)) for name in names]
+
+    def broadcast(self, tensors: Sequence[Tensor], *, source: int = 0) -> None:
+        for tensor in tensors:
+            there = tensor if tensor.device == self.device else tensor.to(self.device)
+            with waiting_for(f"the tensors of rank {source}"):
+                dist.broadcast(there, source)
+            if there is not tensor:
+                tensor.copy_(there)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        with waiting_for("a sum over all ranks"):
+            dist.all_reduce(tensor)
+        return tensor
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, DrumlineError | None]:
+    try:
+        with working():
+            return work(), None
+    except DrumlineError as error:
+        return None, error
+
+
+def join_group(place: Place, device: torch.device, backend: Backend) -> Group:
+    """Join the other ranks; a process that has joined already stays what it is."""
+    name = check_backend(backend, device)
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.size), LOCAL_RANK=str(place.local_rank))
+    os.environ.update(MASTER_ADDR=place.master_addr, MASTER_PORT=str(place.master_port))
+    if not dist.is_initialized():
+        store = _rendezvous(place)
+        dist.init_process_group(name, store=store, rank=place.rank, world_size=place.size)
+        atexit.register(leave_group)
+    return Group(place, device, dist.distributed_c10d._get_default_store())
+
+
+def _rendezvous(place: Place) -> Store:
+    _wait_for_rank_0(place)
+    try:
+        store, _, _ = next(iter(rendezvous("env://")))
+    except dist.DistNetworkError as error:
+        where = f"{place.master_addr}:{place.master_port}"
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise ConfigError(
+                f"port {place.master_port}, where rank 0 on {socket.gethostname()} is to meet the others, is in use",
+                fix="choose a free one: the same MASTER_PORT (or --master_port) on every host",
+            ) from None
+        raise ConfigError(
+            f"rank {place.rank} on {socket.gethostname()} cannot reach rank 0 at {where}: {str(error).splitlines()[0]}",
+            fix=f"start rank 0, and check the address, the firewall and the route: nc -vz {where.replace(':', ' ')}",
+        ) from None
+    return store  # type: ignore[no-any-return]
+
+
+def _wait_for_rank_0(place: Place) -> None:
+    """Until it listens, or a moment has passed: torch, refused once, waits half a second before it asks again."""
+    until, pause_s = time.monotonic() + _LISTENS_S, 0.01
+    while place.rank > 0 and time.monotonic() < until:
+        try:
+            with socket.create_connection((place.master_addr, place.master_port), timeout=_LISTENS_S):
+                return
+        except ConnectionRefusedError:
+            time.sleep(pause_s)
+            pause_s = min(0.1, 1.5 * pause_s)  # there may be hundreds that ask
+        except OSError:
+            return  # torch will say what is wrong
+
+
+def leave_group() -> None:
+    """Tear the process group down. Rank 0, which may keep the store, goes last: others may still read there."""
+    if not dist.is_initialized():
+        return
+    store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    with contextlib.suppress(RuntimeError):  # a peer that died leaves nothing to say goodbye to
+        if rank > 0:
+            store.set(f"drumline/left/{rank}", "")
+        elif isinstance(sys.exc_info()[1], DrumlineError | None):  # after a crash nobody is worth waiting for
+            store.wait([f"drumline/left/{other}" for other in range(1, size)], _GOODBYE)
+    # Whoever frees a gloo group holds the interpreter's lock while it joins gloo's threads, and one of them may just
+    # want that lock to let go of the last tensor it reduced. So a group that was left is kept until the process ends.
+    _LEFT.append(dist.group.WORLD)
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+def check_backend(backend: Backend, device: torch.device) -> str:
+    """The backend to use; refuses one that cannot work here."""
+    if backend == "auto":
+        return "nccl" if device.type == "cuda" else "gloo"
+    if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
+        raise ConfigError(
+            f"the nccl backend needs CUDA GPUs, and these ranks compute on {device.type}", fix="use --backend gloo"
+        )
+    return backend

@@ -1,0 +1,202 @@
+"""A loop put together: its collaborators made in one place and one order on every rank, and closed at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from drumline.checkpoint import Retention, Saver, find_snapshots
+from drumline.data import Batches
+from drumline.errors import DrumlineError, TrainingError
+from drumline.files import Journal, RunFolder
+from drumline.parallel import Pulse, World, is_supervised, own_pulse, versions
+from drumline.report import JsonlSink, Record, Records
+from drumline.signals import stopping
+from drumline.train.guard import Guard, GuardRules, ReplicaDriftError
+from drumline.train.history import History
+from drumline.train.intervals import Intervals
+from drumline.train.loop import Loop
+from drumline.train.step import Step
+
+if TYPE_CHECKING:
+    from drumline.checkpoint import Snapshots
+    from drumline.parallel import Pace
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """What a run consists of, before it has a length."""
+
+    folder: RunFolder
+    world: World
+    step: Step
+    batches: Batches
+    seed: int
+    lr: Callable[[int], float] | None = None
+    """The learning rate of each step; None leaves the optimizer's own alone."""
+    resume_from: str = "auto"
+    allow_change: Sequence[str] = ()
+    retention: Retention = field(default_factory=Retention)
+    guard_rules: GuardRules = field(default_factory=GuardRules)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What must not change while a run goes on, beside what every run has."""
+    config_sha256: str = ""
+    """Of the settings, for the checkpoints' manifests."""
+    flops_per_item: Callable[[int], float] | None = None
+    """Of each step, for MFU."""
+    records: Records | None = None
+    """Where to report; None: the run folder and the console."""
+
+    def all_facts(self) -> dict[str, Any]:
+        plan = self.batches.plan
+        return {
+            "seed": self.seed,
+            "global_batch_size": plan.sequences,
+            "batch_size": plan.micro_batch,
+            "items_per_epoch": self.batches.items,
+            **self.facts,
+        }
+
+
+@contextmanager
+def assembled(
+    setup: Setup, intervals: Intervals, *, evaluate: Callable[[Pulse], Record] | None = None
+) -> Iterator[Loop]:
+    """The loop of a run, ready to `run()`."""
+    world, folder = setup.world, setup.folder
+    with ExitStack() as open_parts:
+        records = open_parts.enter_context(_reporting(setup, intervals))
+        stop = open_parts.enter_context(stopping(supervised=is_supervised()))
+        journal = Journal(folder, attempt=records.attempt, writes=world.is_main)
+        open_parts.enter_context(_failures_named(folder, journal, intervals))
+        pulse = own_pulse()
+        tell = partial(_tell, records, journal, intervals)
+        guard = Guard(setup.guard_rules, world, setup.batches, setup.step.precision, tell=tell)
+        pace = _pace(setup, pulse, tell)
+        snapshots = find_snapshots(folder, world, takes=intervals.snapshot_every > 0)
+        saver = open_parts.enter_context(_saving(setup, intervals, snapshots, pulse, tell))
+        history = History(
+            folder,
+            world,
+            setup.step,
+            guard=guard,
+            saver=saver,
+            snapshots=snapshots,
+            records=records,
+            journal=journal,
+            intervals=intervals,
+            facts=setup.all_facts(),
+            resume_from=setup.resume_from,
+            allow_change=setup.allow_change,
+            tell=tell,
+        )
+        pulse.at("starting", 0)
+        yield Loop(
+            step=setup.step,
+            batches=setup.batches,
+            seed=setup.seed,
+            intervals=intervals,
+            world=world,
+            history=history,
+            saver=saver,
+            guard=guard,
+            records=records,
+            pulse=pulse,
+            pace=pace,
+            stop=stop,
+            compare_replicas=_comparison(setup, history, tell),
+            lr=setup.lr,
+            flops_per_item=setup.flops_per_item,
+            evaluate=partial(evaluate, pulse) if evaluate else None,
+        )
+
+
+Tell = Callable[[str, dict[str, Any]], None]
+
+
+def _tell(records: Records, journal: Journal, intervals: Intervals, message: str, event: dict[str, Any]) -> None:
+    """To people, if there is a message, and to events.jsonl; only rank 0's records and journal say anything."""
+    if message:
+        records.say(message)
+    facts = dict(event)
+    journal.event(facts.pop("event"), **facts)
+    if event["event"] == "saved":
+        journal.status("running", step=event["step"], total_steps=intervals.total_steps)
+
+
+def _pace(setup: Setup, pulse: Pulse, tell: Tell) -> Pace | None:
+    if setup.world.size == 1:
+        return None
+    from drumline.parallel import Pace
+
+    return Pace(setup.world, setup.batches.plan, pulse, tell=tell)
+
+
+def _comparison(setup: Setup, history: History, tell: Tell) -> Callable[[int], None] | None:
+    if setup.world.size == 1:
+        return None
+    from drumline.train.replicas import compare_replicas
+
+    def compare(step: int) -> None:
+        history.share_statistics()
+        compare_replicas(setup.step.model, setup.world, step, tell=tell)
+
+    return compare
+
+
+@contextmanager
+def _saving(
+    setup: Setup, intervals: Intervals, snapshots: Snapshots | None, pulse: Pulse, tell: Tell
+) -> Iterator[Saver]:
+    saver = Saver(
+        setup.folder,
+        setup.world,
+        setup.step.model,
+        setup.step.optimizer,
+        retention=setup.retention,
+        snapshots=snapshots,
+        takes_snapshots=intervals.snapshot_every > 0,
+        about={"config_sha256": setup.config_sha256, "versions": versions()},
+        tell=tell,
+        waiting=pulse.still_there,
+    )
+    try:
+        yield saver
+    except (TrainingError, ReplicaDriftError):
+        saver.wait()  # every rank raises these at the same step: what is being written is good, and soon whole
+        raise
+    finally:
+        saver.close()
+
+
+@contextmanager
+def _reporting(setup: Setup, intervals: Intervals) -> Iterator[Records]:
+    """Rank 0's records while the loop runs; other ranks are silent."""
+    if not setup.world.is_main:
+        yield Records([], log=None, silent=True)
+        return
+    setup.folder.checkpoints.mkdir(parents=True, exist_ok=True)
+    records = setup.records or Records([JsonlSink(setup.folder.metrics)], log=setup.folder.log)
+    records.start_progress(intervals.total_steps)
+    try:
+        yield records
+    finally:
+        records.stop_progress()
+        if records is not setup.records:
+            records.close()
+
+
+@contextmanager
+def _failures_named(folder: RunFolder, journal: Journal, intervals: Intervals) -> Iterator[None]:
+    """status.json names the cause of a failure; a start that was refused changes nothing about the run."""
+    try:
+        yield
+    except BaseException as error:
+        if journal.began:
+            cause = error.problem if isinstance(error, DrumlineError) else f"{type(error).__name__}: {error}"
+            step = folder.read_status().get("step", 0)
+            journal.status("failed", step=step, total_steps=intervals.total_steps, cause=cause)
+        raise

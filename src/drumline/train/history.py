@@ -1,0 +1,139 @@
+"""What a run has behind it: where it starts, what a checkpoint says of it, and how it goes back to one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from drumline.checkpoint import RunState, Saver, resume, valid_ones, weights
+from drumline.files import Journal, RunFolder
+from drumline.parallel import World, waiting_for
+from drumline.report import Records, forget_after
+from drumline.train.guard import Guard
+from drumline.train.intervals import Intervals, due
+from drumline.train.step import Step
+
+if TYPE_CHECKING:
+    from drumline.checkpoint import Snapshots
+
+
+class History:
+    """Restores a run's state, and writes down what is saved of it."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        world: World,
+        step: Step,
+        *,
+        guard: Guard,
+        saver: Saver,
+        snapshots: Snapshots | None,
+        records: Records,
+        journal: Journal,
+        intervals: Intervals,
+        facts: dict[str, Any],
+        resume_from: str = "auto",
+        allow_change: Sequence[str] = (),
+        tell: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        """
+        facts: what must not change while a run goes on
+        tell:  (message, event) for people and events.jsonl
+        """
+        self._folder, self._world, self._step, self._guard, self._saver = folder, world, step, guard, saver
+        self._snapshots, self._records, self._journal, self._intervals = snapshots, records, journal, intervals
+        self._facts, self._resume_from, self._allow_change, self._tell = facts, resume_from, allow_change, tell
+        self._detours: list[list[int]] = []
+        parameters = dict(step.model.named_parameters())
+        self._statistics = [name for name in weights(step.model) if name not in parameters]
+
+    @property
+    def rollbacks(self) -> int:
+        return len(self._detours)
+
+    def begin(self) -> int:
+        """The step to go on with."""
+        state = self._restore(self._resume_from)
+        step = state.step if state else 0
+        self._detours = state.detours if state else []
+        if self._world.on_main(self._folder.checkpoint(step).exists):
+            self._saver.saved_step = step
+        elif self._resume_from != "auto" or (step == 0 and self._guard.rules.may_go_back):
+            self._saver.save(self.state(step))  # should the run break before its next save, it finds its own way back
+        self.status("running", step)
+        return step
+
+    def state(self, step: int, valid_loss: float | None = None) -> RunState:
+        return RunState(
+            step=step,
+            facts=self._facts,
+            scaler=self._step.precision.scaler.state_dict(),
+            detours=self._detours,
+            losses=list(self._guard.losses),
+            valid_loss=valid_loss,
+        )
+
+    def status(self, state: str, step: int, **more: Any) -> None:
+        self._journal.status(state, step=step, total_steps=self._intervals.total_steps, **more)
+
+    def data_step(self, step: int) -> int:
+        """Whose data a step takes: its own, but for what rollbacks have left out."""
+        return step + sum(left_out for since, left_out in self._detours if since <= step)
+
+    def go_back(self, step: int) -> int:
+        """To the newest checkpoint, and from there on without the data of the steps since."""
+        self._saver.wait()
+        self._saver.forget_snapshots()
+        state = self._restore(self._world.on_main(self._where_to_go_back))
+        assert state is not None  # a run that may go back saves before its first step
+        self._saver.saved_step = state.step
+        left_out = self.data_step(step) + 1 - self.data_step(state.step)
+        self._detours.append([state.step, left_out])
+        self._tell(
+            f"went back from step {step + 1:,} to {state.step:,}; the data of {left_out} steps are left out",
+            {"event": "rollback", "step": step + 1, "to": state.step, "left_out_steps": left_out},
+        )
+        return state.step
+
+    def _where_to_go_back(self) -> str:
+        """The newest step that was due to be saved: where a run was stopped by a signal must not decide its course."""
+        valid = valid_ones(self._folder.checkpoints, warn=self._records.say)
+        every = self._intervals.save_every
+        return next((str(each.step) for each in valid if due(each.step, every, 0)), "auto")
+
+    def _restore(self, resume_from: str) -> RunState | None:
+        state = resume(
+            resume_from,
+            self._folder,
+            self._world,
+            self._step.model,
+            self._step.optimizer,
+            facts=self._facts,
+            allow_change=self._allow_change,
+            snapshots=self._snapshots,
+            say=self._records.say,
+        )
+        if state is not None:
+            self._step.precision.scaler.load_state_dict(state.scaler)
+            self._guard.losses.clear()
+            self._guard.losses.extend(state.losses)
+        if self._world.is_main:
+            metrics = self._folder.metrics
+            self._records.attempt(str(metrics), lambda: forget_after(metrics, state.step if state else -1))
+        return state
+
+    def running_statistics(self) -> list[torch.Tensor]:
+        """Copies of what a forward changes: batch norm's running means, and the like."""
+        return [self._step.model.get_buffer(name).clone() for name in self._statistics]
+
+    def put_back(self, statistics: list[torch.Tensor]) -> None:
+        for name, value in zip(self._statistics, statistics, strict=True):
+            self._step.model.get_buffer(name).copy_(value)
+
+    def share_statistics(self) -> None:
+        """Each rank has statistics of its own data until the next forward, where DDP takes rank 0's; so do we."""
+        with waiting_for("rank 0's statistics"):
+            self._world.broadcast([self._step.model.get_buffer(name) for name in self._statistics])

@@ -1,0 +1,56 @@
+"""--minutes: how many steps fit into the time that a run is given."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from drumline.data import mix
+from drumline.parallel import Pulse
+from drumline.report import Record
+from drumline.train.assembly import Setup
+
+_TRIAL_S, _WARM_UPS, _FEWEST = 4.0, 2, 3
+_EVALUATIONS = 11
+"""One in each tenth of a run, and about as much again for what is shown at its end."""
+
+
+def steps_in(minutes: float, setup: Setup, evaluate: Callable[[Pulse], Record] | None) -> int:
+    """From steps that are thrown away: the setup's weights change, so it is not the one to train with."""
+    began_s = time.perf_counter()
+    steps_s = [_seconds(setup, step) for step in _trial_steps(began_s, setup)][_WARM_UPS:]
+    evaluation_s = 0.0
+    if evaluate is not None:
+        start_s = time.perf_counter()
+        evaluate(Pulse())
+        evaluation_s = time.perf_counter() - start_s
+    step_s = sorted(steps_s)[len(steps_s) // 2]
+    left_s = 60.0 * minutes - (time.perf_counter() - began_s) - _EVALUATIONS * evaluation_s
+    return int(setup.world.on_main(lambda: max(1, int(left_s / step_s))))
+
+
+def _trial_steps(began_s: float, setup: Setup) -> Iterator[int]:
+    """As many as fit into a few seconds on rank 0, and at least a few."""
+    for step in itertools.count():
+        enough = step >= _WARM_UPS + _FEWEST and time.perf_counter() - began_s > _TRIAL_S
+        if setup.world.on_main(lambda enough=enough: enough):  # type: ignore[misc]
+            return
+        yield step
+
+
+def _seconds(setup: Setup, step: int) -> float:
+    began_s = time.perf_counter()
+    gradient = setup.step.gradient(_micro_batches(setup, step))
+    setup.step.update(gradient, lr=0.0)()
+    return time.perf_counter() - began_s
+
+
+def _micro_batches(setup: Setup, step: int) -> Iterator[Any]:
+    setup.step.model.train()
+    for index in setup.batches.plan.share(setup.world.rank, setup.world.size):
+        torch.manual_seed(mix(setup.seed, step, index))
+        yield setup.batches.micro_batch(step, index)

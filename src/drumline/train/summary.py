@@ -1,0 +1,91 @@
+"""What a run says at its start and at its end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from drumline.config import OptimConfig, TrainConfig, preset
+from drumline.data import Data, TokenBatches
+from drumline.lazy import room
+from drumline.optim import scaled
+from drumline.report import Records, plot_loss
+from drumline.signals import raising
+from drumline.train.assembly import Setup
+from drumline.train.loop import FitResult
+from drumline.units import count
+
+SAMPLE_TOKENS = 120
+
+
+def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: int) -> list[str]:
+    batches, plan, precision = setup.batches, setup.batches.plan, setup.step.precision
+    parameters = sum(p.numel() for p in setup.step.model.parameters())
+    held_out = f"{count(len(data.valid))} tokens held out" if data.valid is not None else "nothing held out"
+    skipped = data.skipped
+    unreadable = f"; skipped {skipped.count} unreadable, first: {skipped.first[0]}" if skipped.count else ""
+    short = ""
+    if isinstance(batches, TokenBatches) and batches.short_steps:
+        short = f"; the first {batches.short_steps:,} in contexts of {batches.context_of(0)}"
+    return [
+        f"run    {setup.folder.path}",
+        f"model  {config.model.preset}: {count(parameters)} parameters, context {batches.weight}, "
+        f"on {precision.device.type} in {str(precision.dtype).removeprefix('torch.')}"
+        f"{' and float8' if config.run.fp8 else ''}",
+        f"data   {config.data.train_data_path}: {count(len(data.train))} tokens, {held_out}, "
+        f"vocabulary {data.vocab_size:,}{unreadable}",
+        f"step   {plan.formula(setup.world.size)} = {plan.sequences} sequences "
+        f"= {plan.sequences * batches.weight:,} tokens",
+        f"lr     {_lr_formula(config.optim, plan.sequences, muon_lr=preset(config.model.preset).muon_lr)}",
+        f"steps  {total_steps:,}, which is {total_steps * plan.sequences / batches.items:.2f} epochs{short}",
+    ]
+
+
+def _lr_formula(optim: OptimConfig, sequences: int, *, muon_lr: float) -> str:
+    lr, peak = optim.lr or 0.0, scaled(optim, sequences=sequences).lr or 0.0
+    formula = f"{lr:g}"
+    if optim.scale_lr != "none":
+        root = "square root of " if optim.scale_lr == "sqrt" else ""
+        formula += f" x {root}({sequences} / {optim.base_batch_size} sequences) = {peak:g}"
+    rates = {"embeddings": optim.embedding_lr, "head": optim.head_lr}
+    others = [f", {name} {rate * peak / lr:g}" for name, rate in rates.items() if rate is not None]
+    hint = ""
+    if optim.optimizer == "muon" and peak < muon_lr / 8:  # as one would give it to AdamW
+        hint = f"; rates near {muon_lr:g} suit Muon, and --recipe classic uses AdamW"
+    return f"{formula} at its peak by {optim.optimizer}{''.join(others)}{hint}"
+
+
+def conclude(config: TrainConfig, data: Data, setup: Setup, records: Records, result: FitResult) -> FitResult:
+    """How the run ended, with all that is shown at its end, unless a signal cuts that short."""
+    folder = setup.folder
+    again = f"drumline train --run_dir {folder.path}"
+    if result.state != "finished":
+        records.say(f"stopped at step {result.step:,}, everything is saved; to go on:\n  {again}")
+        return result
+    try:
+        with raising():
+            _show_results(config, data, setup, records, result)
+    except KeyboardInterrupt:
+        records.say(f"stopped after the last step, everything is saved; to see how it ended:\n  {again}")
+        return replace(result, state="stopped")
+    return result
+
+
+def _show_results(config: TrainConfig, data: Data, setup: Setup, records: Records, result: FitResult) -> None:
+    folder = setup.folder
+    title = f"{config.model.preset} on {config.data.train_data_path}"
+    records.attempt(str(folder.loss_plot), lambda: plot_loss(folder.metrics, folder.loss_plot, title=title))
+    generate = room("generate")
+    if data.tokenizer is not None and generate.can_write(setup.step.model):
+        prompt = config.records.sample_prompt
+        settings = generate.SampleConfig(max_tokens=SAMPLE_TOKENS, seed=config.run.seed)
+        pieces = generate.sample_text(setup.step.model, data.tokenizer, prompt, settings, context=config.model.context)
+        indented = "\n".join(f"  | {line}" for line in (prompt + "".join(pieces)).splitlines())
+        records.say(f"\nwhat the model writes now:\n{indented}")
+    records.say(
+        f"\nfinished: {folder.path} (loss curve: {folder.loss_plot})\n"
+        f"weights sha256 {result.weights_sha256}\n"
+        f"next:\n"
+        f"  drumline sample {folder.path} --prompt 'def '\n"
+        f"  drumline evaluate {folder.path}\n"
+        f"  drumline runs"
+    )
