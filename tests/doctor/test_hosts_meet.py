@@ -77,7 +77,7 @@ def test_the_host_that_has_the_endpoints_address_keeps_the_store() -> None:
         with pytest.raises(ConfigError, match="not HOST:PORT") as refused:
             gathering_at(endpoint, hosts=2)
         name = endpoint.partition(":")[0] or "HOST"
-        assert refused.value.fix == f"drumline doctor --nnodes 2 --rdzv_endpoint {name}:29400"
+        assert refused.value.fix == f"as in --rdzv_endpoint {name}:29400"
 
 
 def test_what_to_type_to_check_again_is_a_whole_command_however_the_hosts_were_started() -> None:

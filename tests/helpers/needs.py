@@ -42,6 +42,7 @@ WHOLE = {
     "hosts": ("ip", "mount", "unshare", "hostname", "getent"),
     "disks": ("mount", "unshare"),
     "firewall": ("ip", "nft"),
+    "ipv6": (),
     "sshd": ("sshd", "ssh", "ssh-keygen"),
     "slurm": ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "squeue", "scancel", "scontrol"),
 }
@@ -58,12 +59,14 @@ _TRIES = {
     ),
     "firewall": _IN_A_HOST.format(host=_HOST, then=f"ip netns exec {_HOST} nft add table inet t"),
     "disks": "unshare --mount sh -c 'mount -t tmpfs -o size=64k none /mnt'",
+    "ipv6": "grep -qw lo /proc/net/if_inet6",
     "slurm": "test $(id -u) = 0",
 }
 _RIGHTS = {
     "hosts": "the right to make network namespaces (root with CAP_NET_ADMIN and CAP_SYS_ADMIN)",
     "firewall": "the right to filter packets (root with CAP_NET_ADMIN, and a kernel with nftables)",
     "disks": "the right to mount (root with CAP_SYS_ADMIN)",
+    "ipv6": "IPv6, with the address ::1",
     "slurm": "root",
 }
 

@@ -20,6 +20,7 @@ from drumline.launch.ssh import launch, outcome
 from drumline.launch.ssh_checks import compare_versions, look, meeting_addresses
 from drumline.launch.ssh_plan import Plan
 from drumline.launch.ssh_sessions import Session, follow
+from drumline.network.endpoint import Endpoint
 
 # ssh's part played by this machine: the last word is the command, and the word before it the host.
 LOCALLY = '#!/bin/sh\nfor last; do host=$target target=$last; done\nexport FAKE_HOST=$host\nexec sh -c "$last"\n'
@@ -43,7 +44,7 @@ def plan(ssh: str, workdir: Path, *command: str, hosts: str = "left,right", pyth
         command=command,
         nproc=None,
         ssh=[ssh],
-        endpoint="10.1.2.3:29400",
+        endpoint=Endpoint("10.1.2.3", 29400),
         workdir=str(workdir),
         python=python,
         environ={},
@@ -60,7 +61,7 @@ def test_what_the_doctor_finds_failed_keeps_a_run_from_starting_and_a_warning_do
         python = script(
             tmp_path / "python",
             f'#!/bin/sh\ncase "$*" in *doctor*) cat {tmp_path}/$FAKE_HOST;;\n'
-            f'*far_end*) exec {sys.executable} "$@";;\n*) echo trains;; esac\n',
+            f'*remote_agent*) exec {sys.executable} "$@";;\n*) echo trains;; esac\n',
         )
         assert launch(plan(locally, tmp_path, "train", python=python), checks=True) == code
         out, err = capfd.readouterr()
@@ -75,7 +76,7 @@ def test_a_run_folder_that_cannot_be_written_is_fatal_on_the_first_host_alone(
     python = script(
         tmp_path / "python",
         f'#!/bin/sh\ncase "$*" in *doctor*) cat {tmp_path}/$FAKE_HOST;;\n'
-        f'*far_end*) exec {sys.executable} "$@";;\n*) echo trains;; esac\n',
+        f'*remote_agent*) exec {sys.executable} "$@";;\n*) echo trains;; esac\n',
     )
     for unwritable, fine, code in (("right", "left", 0), ("left", "right", 1)):
         (tmp_path / unwritable).write_text(json.dumps({"findings": [finding]}))
@@ -88,12 +89,12 @@ def test_a_run_folder_that_cannot_be_written_is_fatal_on_the_first_host_alone(
 def test_a_folder_that_is_not_there_and_a_name_that_is_not_known_there_are_told_for_all_hosts_at_once(
     tmp_path: Path, locally: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    there = replace(plan(locally, tmp_path / "no", "train"), endpoint="no-such-host.invalid:1")
+    there = replace(plan(locally, tmp_path / "no", "train"), endpoint=Endpoint("no-such-host.invalid", 1))
     assert launch(there, checks=True) == 1
     err = capfd.readouterr().err
     assert "error: all hosts: names: the name no-such-host.invalid, where all hosts meet, does not resolve there" in err
     assert f"error: left: folder: there is no {tmp_path}/no\n  fix: {locally} left mkdir -p {tmp_path}/no" in err
-    itself = replace(plan(locally, tmp_path / "no", "train"), endpoint="127.0.0.1:1")
+    itself = replace(plan(locally, tmp_path / "no", "train"), endpoint=Endpoint("127.0.0.1", 1))
     assert launch(itself, checks=True) == 1
     own = capfd.readouterr().err
     assert "means the host itself there (127.0.0.1)" in own
@@ -103,7 +104,7 @@ def test_a_folder_that_is_not_there_and_a_name_that_is_not_known_there_are_told_
 
 
 def test_a_name_that_one_host_knows_is_told_to_the_others_with_its_address(tmp_path: Path, locally: str) -> None:
-    there = replace(plan(locally, tmp_path, "train"), endpoint="left:29400")
+    there = replace(plan(locally, tmp_path, "train"), endpoint=Endpoint("left", 29400))
     answers = {"versions": VERSIONS, "checkout": None, "cwd": True, "meeting_addresses": ["10.0.0.7"]}
     for known, problem, fix in (
         ([], "does not resolve", f"{locally} right 'echo 10.0.0.7 left | sudo tee -a /etc/hosts'"),
@@ -159,7 +160,7 @@ def test_lines_are_whole_and_aligned_on_the_stream_they_came_from(
 ) -> None:
     python = script(
         tmp_path / "python",
-        f'#!/bin/sh\ncase "$*" in *far_end*) exec {sys.executable} "$@";; esac\n'
+        f'#!/bin/sh\ncase "$*" in *remote_agent*) exec {sys.executable} "$@";; esac\n'
         'for n in 1 2 3; do printf "half "; sleep 0.1; echo "of $n"; echo "error $n" >&2; done; printf "no end"\n',
     )
     assert launch(plan(locally, tmp_path, "train", hosts="a,much-longer", python=python), checks=False) == 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from drumline.config import MEETING_PORT, TrainConfig
+from drumline.config import RENDEZVOUS_PORT, TrainConfig
 from drumline.doctor import Finding, worst
 from drumline.errors import EXIT_USER, ConfigError
 
@@ -110,7 +110,7 @@ def _check_by_hand(*, nnodes: int, rdzv_endpoint: str | None, names: str | None)
     """ConfigError for hosts that could not meet."""
     if nnodes < 1:
         raise ConfigError(f"nnodes is {nnodes}", fix="give --nnodes a value of 1 or more")
-    where = rdzv_endpoint or f"HOST:{MEETING_PORT}"
+    where = rdzv_endpoint or f"HOST:{RENDEZVOUS_PORT}"
     if nnodes == 1 and (rdzv_endpoint is not None or names is not None):
         raise ConfigError(
             "a place to meet or names of hosts are given, and not how many hosts there are",
@@ -129,7 +129,7 @@ def _check_over_ssh(hosts: str, *, nnodes: int, rdzv_endpoint: str | None, names
 
     found = parse_hosts(hosts)
     if json:
-        where = rdzv_endpoint or f"{found[0].name}:{MEETING_PORT}"
+        where = rdzv_endpoint or f"{found[0].name}:{RENDEZVOUS_PORT}"
         several = f" --nnodes {len(found)} --rdzv_endpoint {where}" if len(found) > 1 else ""
         raise ConfigError(
             "--json is for one host, and --hosts mixes the lines of all",

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from drumline.config.resolve import check_allowed, refuse_changes, resolved, with_stored_batch
     from drumline.config.settings import (
         LENGTHS,
-        MEETING_PORT,
         OPTIMIZERS,
+        RENDEZVOUS_PORT,
         SHORT_PARTS,
         Backend,
         BatchConfig,

@@ -19,7 +19,7 @@ Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 OnNonfinite = Literal["skip", "rollback", "halt"]
 Backend = Literal["auto", "nccl", "gloo"]
 ScaleLr = Literal["none", "linear", "sqrt"]
-MEETING_PORT = 29400
+RENDEZVOUS_PORT = 29400
 """The rendezvous port, unless an endpoint says otherwise."""
 SHORT_PARTS = 4
 """How many short sequences a sequence is split into during the first part of a run, with short_contexts."""

@@ -21,27 +21,27 @@ from pathlib import Path
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError
 
-from drumline.config import MEETING_PORT
 from drumline.errors import ConfigError
-from drumline.network import find_cards, resolve, user_of, why_not
+from drumline.network import Endpoint, address_towards, find_cards, is_loopback, resolve, user_of, why_not
 
 _TOUCH_S, _STALE_S, _PROBE_S, _RETRY_S = 1.0, 4.0, 1.0, 0.3
 _SAY_AFTER_S, _SAY_EVERY_S = 5.0, 60.0
 _STORE_TIMEOUT = timedelta(seconds=5)
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses that nobody has: the way there is the way to other networks."""
 _MEANINGS = {
     "unresolved": "the name is not known here; use its address, or name it in /etc/hosts",
     "refused": "nothing listens there yet; start the same command there",
     "timed out": "no answer; is the host up, and does its firewall let this port in?",
-    "no route": "no card here leads there",
+    "no route": "no interface here leads there",
 }
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where hosts meet."""
+    """Where the rendezvous is."""
 
-    address: str
-    port: int
+    endpoint: Endpoint
     epoch: int = 0
     """Of the lease; 0 without one."""
 
@@ -58,8 +58,8 @@ class Reached:
 
     def connect(self) -> TCPStore:
         """A connection of one's own: a store's calls wait for each other."""
-        address = "localhost" if self.server is not None else self.point.address
-        return TCPStore(address, self.point.port, is_master=False, timeout=_STORE_TIMEOUT)
+        host = "localhost" if self.server is not None else self.point.endpoint.host
+        return TCPStore(host, self.point.endpoint.port, is_master=False, timeout=_STORE_TIMEOUT)
 
 
 class Lease:
@@ -69,7 +69,7 @@ class Lease:
         self._folder = folder
         self._seen: tuple[int, float] = (0, 0.0)
         self._changed_s = time.monotonic()
-        self._held = 0
+        self._epoch = 0
 
     def newest(self) -> Point | None:
         """Who leads, as far as the folder says."""
@@ -77,11 +77,11 @@ class Lease:
         for epoch in epochs:
             with contextlib.suppress(OSError, ValueError, KeyError):  # not written yet, or just removed
                 path = self._path(epoch)
-                found = json.loads(path.read_text(encoding="utf-8"))
+                lease = json.loads(path.read_text(encoding="utf-8"))
                 seen = (epoch, path.stat().st_mtime)
                 if seen != self._seen:
                     self._seen, self._changed_s = seen, time.monotonic()
-                return Point(found["address"], found["port"], epoch)
+                return Point(Endpoint(lease["address"], lease["port"]), epoch)
         return None
 
     @property
@@ -99,19 +99,19 @@ class Lease:
             return None
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             json.dump({"host": socket.gethostname(), "address": address, "port": port}, file)
-        self._held = epoch
+        self._epoch = epoch
         threading.Thread(target=self._keep, args=(epoch,), name="lease", daemon=True).start()
-        return Point(address, port, epoch)
+        return Point(Endpoint(address, port), epoch)
 
     def give_up(self) -> None:
         """Lead no more; the others need not wait until the lease is old."""
-        if self._held:
-            held, self._held = self._held, 0
-            for epoch in range(1, held + 1):
+        if self._epoch:
+            led, self._epoch = self._epoch, 0
+            for epoch in range(1, led + 1):
                 self._path(epoch).unlink(missing_ok=True)
 
     def _keep(self, epoch: int) -> None:
-        while self._held == epoch:
+        while self._epoch == epoch:
             with contextlib.suppress(OSError):
                 os.utime(self._path(epoch))  # needs no space, so that a full disk does not depose anybody
             time.sleep(_TOUCH_S)
@@ -124,7 +124,7 @@ class MeetingPoint:
     """Finds the store where hosts meet, or keeps it."""
 
     def __init__(self, endpoint: str | None, lease: Lease | None, *, say: Callable[[str], None]) -> None:
-        self._endpoint = _parse(endpoint) if endpoint else None
+        self._fixed = Point(Endpoint.parse(endpoint)) if endpoint else None
         self._lease = lease
         self._say = say
         self._say_at_s = time.monotonic() + _SAY_AFTER_S
@@ -140,18 +140,18 @@ class MeetingPoint:
         for _ in self._tries():
             point = self._lease.newest() if self._lease else None
             if self._ours is not None and (point is None or point.epoch <= self._ours[0].epoch):
-                return Reached(self._ours[0], self._ours[0].address, self._ours[1])
+                return Reached(self._ours[0], self._ours[0].endpoint.host, self._ours[1])
             if self._ours is not None:
                 self.leave()  # another host has taken over
-            if point is None and self._endpoint is not None and not is_here(self._endpoint.address):
-                point = self._endpoint
-            why = _why_silent(point) if point is not None else ""
+            if point is None and self._fixed is not None and not is_here(self._fixed.endpoint.host):
+                point = self._fixed
+            why = _why_silent(point.endpoint) if point is not None else ""
             if point is not None and not why:
-                return Reached(point, _own_address(point), None)
+                return Reached(point, _own_address(point.endpoint.host), None)
             if self._may_lead(point):
                 self._lead()
             elif point is not None:
-                self._now_and_then(f"waiting for the meeting point at {point.address}:{point.port} ({why})")
+                self._now_and_then(f"waiting for the rendezvous at {point.endpoint} ({why})")
         raise AssertionError
 
     def superseded(self, point: Point) -> bool:
@@ -166,20 +166,21 @@ class MeetingPoint:
         self._ours = None
 
     def _may_lead(self, point: Point | None) -> bool:
-        if point is None or point is self._endpoint:
+        if point is None or point is self._fixed:
             return point is None
         return self._lease is not None and self._lease.unchanged_s > _STALE_S
 
     def _lead(self) -> None:
-        port = self._endpoint.port if self._endpoint and is_here(self._endpoint.address) else 0
+        own = self._fixed.endpoint if self._fixed and is_here(self._fixed.endpoint.host) else None
+        port = own.port if own else 0
         try:
             store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
         except DistNetworkError:  # one that just ends may still have it
             where = f"port {port} of {socket.gethostname()}, where the hosts are to meet"
             self._now_and_then(f"{where}, is in use{user_of(port)}; give another --rdzv_endpoint on all hosts")
             return
-        address = _reachable(self._endpoint.address) if port and self._endpoint else _own_address(None)
-        point = self._lease.take(address, store.port) if self._lease else Point(address, store.port)
+        address = _reachable(own.host) if own else _own_address()
+        point = self._lease.take(address, store.port) if self._lease else Point(Endpoint(address, store.port))
         if point is not None:
             self._ours = point, store
 
@@ -194,15 +195,6 @@ class MeetingPoint:
             time.sleep(_RETRY_S)
 
 
-def _parse(endpoint: str) -> Point:
-    host, _, port = endpoint.partition(":")
-    if not host or (port and not port.isdigit()):
-        raise ConfigError(
-            f"rdzv_endpoint {endpoint} is not HOST:PORT", fix=f"as in --rdzv_endpoint host-a:{MEETING_PORT}"
-        )
-    return Point(host, int(port or MEETING_PORT))
-
-
 def is_here(name: str) -> bool:
     """Whether a name is this host's."""
     own = {address for card in find_cards() for address in card.addresses}
@@ -211,28 +203,21 @@ def is_here(name: str) -> bool:
 
 def _reachable(name: str) -> str:
     """The address behind a name of this host, unless this host alone understands it so, as Debian's 127.0.1.1."""
-    found = [str(found[4][0]) for found in socket.getaddrinfo(name, None, socket.AF_INET)]
-    return next((address for address in found if not address.startswith("127.")), name)
+    outward = [address for address in resolve(name) if not is_loopback(address) and not address.startswith("fe80:")]
+    return min(outward, key=lambda address: ":" in address, default=name)  # IPv4 where there is a choice
 
 
-def _why_silent(point: Point) -> str:
-    """Why a meeting point does not answer, and what that means; empty if it does."""
+def _why_silent(endpoint: Endpoint) -> str:
+    """Why the rendezvous does not answer, and what that means; empty if it does."""
     try:
-        socket.create_connection((point.address, point.port), timeout=_PROBE_S).close()
+        socket.create_connection((endpoint.host, endpoint.port), timeout=_PROBE_S).close()
     except OSError as error:
         why = why_not(error)
         return f"{why}: {_MEANINGS[why]}" if why in _MEANINGS else why
     return ""
 
 
-def _own_address(point: Point | None) -> str:
+def _own_address(*towards: str) -> str:
     """The address that others reach this host by: the one it reaches them from."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Sends nothing, only asks for the way.
-        probe.connect((point.address, point.port) if point else ("192.0.2.1", MEETING_PORT))
-        return str(probe.getsockname()[0])
-    with contextlib.suppress(OSError):
-        for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET):
-            if not str(found[4][0]).startswith("127."):
-                return str(found[4][0])
-    return socket.gethostname()
+    routes = (address_towards(host) for host in towards or _ANYWHERE)
+    return next((address for address in routes if address), None) or _reachable(socket.gethostname())

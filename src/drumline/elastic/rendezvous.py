@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import wait
 from datetime import timedelta
 from typing import Any, Literal, cast
 
@@ -19,7 +20,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from drumline.elastic.leader import MeetingPoint, Reached
-from drumline.network import free_port
+from drumline.network import free_port, in_background, within
 
 Change = Literal["", "joined", "moved on", "left", "cut off"]
 
@@ -108,11 +109,11 @@ class HostsMeeting(Meeting):
             if self._handler is None or self._look is None or self._look.is_silent:
                 self._connect()
             assert self._handler is not None and self._look is not None
-            joining = _Background(self._handler.next_rendezvous)
-            while not joining.done.wait(0.05) and not self._look.is_silent:
-                pass
-            if joining.done.is_set() and joining.error is None:
-                self._info = joining.result
+            joining = in_background(self._handler.next_rendezvous)
+            while not joining.done() and not self._look.is_silent:
+                wait([joining], 0.05)
+            if joining.done() and joining.exception() is None:
+                self._info = joining.result()
                 self._look.begin(frozenset(self._handler._state_holder.state.participants))
                 return self._info
             self.forget()
@@ -143,7 +144,8 @@ class HostsMeeting(Meeting):
     def share(self, cause: dict[str, Any]) -> None:
         if self._info is not None:
             store = self._info.store
-            _Background(lambda: store.set("cause", json.dumps(cause))).done.wait(_CAUSE_S)
+            with contextlib.suppress(Exception):
+                within(_CAUSE_S, lambda: store.set("cause", json.dumps(cause)))
 
     def shared(self, *, wait: bool) -> dict[str, Any] | None:
         if self._info is None:
@@ -155,9 +157,9 @@ class HostsMeeting(Meeting):
                 store.wait(["cause"], timedelta(seconds=_CAUSE_S))
             return json.loads(store.get("cause")) if store.check(["cause"]) else None
 
-        asking = _Background(ask)
-        asking.done.wait(2 * _CAUSE_S)
-        return asking.result if asking.done.is_set() and asking.error is None else None
+        with contextlib.suppress(Exception):
+            return within(2 * _CAUSE_S, ask)
+        return None
 
     def forget(self) -> None:
         if self._look is not None:
@@ -237,20 +239,3 @@ class _Look:
                 beat = state.last_heartbeats.get(node)
                 before, since_s = self._beats.get(node, (None, now_s))
                 self._beats[node] = (beat, since_s if beat is None or beat == before else now_s)
-
-
-class _Background:
-    """A call in a thread that nobody needs to wait for."""
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self.done = threading.Event()
-        self.result: Any = None
-        self.error: Exception | None = None
-        threading.Thread(target=self._call, args=(work,), daemon=True).start()
-
-    def _call(self, work: Callable[[], Any]) -> None:
-        try:
-            self.result = work()
-        except Exception as error:
-            self.error = error
-        self.done.set()

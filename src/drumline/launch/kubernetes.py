@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from drumline.config import MEETING_PORT
+from drumline.config import RENDEZVOUS_PORT
 from drumline.doctor import is_secret
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, EXIT_USER, ConfigError
 from drumline.launch.job_command import JobCommand
@@ -150,7 +150,7 @@ class K8sJob:
         if self.config.kind == "trainjob":
             # The runtime sets variables with the first host's name, and Kubernetes puts them into the command.
             return "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
-        return f"{self.name}-0.{self.name}:{MEETING_PORT}"
+        return f"{self.name}-0.{self.name}:{RENDEZVOUS_PORT}"
 
     def text(self) -> str:
         """The YAML, ready for kubectl apply."""
@@ -172,7 +172,7 @@ class K8sJob:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,  # pods look for each other as soon as they start
             "selector": self._labels(),
-            "ports": [{"name": "meeting", "port": MEETING_PORT}],
+            "ports": [{"name": "meeting", "port": RENDEZVOUS_PORT}],
         }
         return {"apiVersion": "v1", "kind": "Service", "metadata": self._metadata(), "spec": spec}
 

@@ -12,7 +12,7 @@ from drumline.doctor import Finding, worst
 from drumline.errors import EXIT_INTERRUPTED, EXIT_USER, DrumlineError
 from drumline.launch.ssh_plan import Plan
 from drumline.launch.ssh_sessions import Session, follow
-from drumline.network import is_loopback
+from drumline.network import Endpoint, is_loopback
 from drumline.report import tell
 
 _LIMIT_S = 120.0
@@ -50,7 +50,7 @@ def look(session: Session, plan: Plan, known: Sequence[str] = ()) -> list[Findin
         return [why_no_answer(session, plan)]
     findings = []
     meeting_host, addresses = plan.meeting_host, answers["meeting_addresses"]
-    elsewhere = plan.again(endpoint=f"{next(iter(known), 'ADDRESS')}:{plan.endpoint.partition(':')[2]}")
+    elsewhere = plan.again(endpoint=Endpoint(next(iter(known), "ADDRESS"), plan.endpoint.port))
     if not addresses:
         what = f"the name {meeting_host}, where all hosts meet, does not resolve there"
         named = [plan.by_hand(host, f"echo {each} {meeting_host} | sudo tee -a /etc/hosts") for each in known]

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.config import MEETING_PORT
+from drumline.config import RENDEZVOUS_PORT
 from drumline.doctor import masked
 from drumline.errors import ConfigError
 from drumline.launch.hosts_file import RemoteHost, parse_hosts, read_hosts
 from drumline.launch.job_command import flag
+from drumline.network import Endpoint
 from drumline.parallel import ATTEMPT
 
 COMMANDS = ("train", "bench", "doctor")
@@ -35,7 +36,6 @@ _PASSED_NAMES = frozenset(
     "CUDA_LAUNCH_BLOCKING CUDA_DEVICE_MAX_CONNECTIONS".split()
 )
 _NEVER = frozenset("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()) | {ATTEMPT}
-_LAST_PORT = 65535
 _OURS = {
     "nproc": "put it before the --, or give each host its own: --hosts a:2,b:4",
     "nnodes": "leave it out: the hosts are counted",
@@ -54,15 +54,15 @@ class Plan:
     nproc: int | None
     """Ranks on a host that does not say; None: one per GPU."""
     ssh: Sequence[str]
-    endpoint: str
-    """HOST:PORT where the hosts meet."""
+    endpoint: Endpoint
+    """Where the hosts meet."""
     workdir: str
     python: str
     environ: Mapping[str, str]
 
     @property
     def meeting_host(self) -> str:
-        return self.endpoint.partition(":")[0]
+        return self.endpoint.host
 
     @property
     def far_end(self) -> str:
@@ -82,7 +82,7 @@ class Plan:
         if slots and self.command[0] != "doctor":
             words += ["--nproc", str(slots)]
         if len(self.hosts) > 1 and self.command[0] != "bench":
-            words += ["--nnodes", str(len(self.hosts)), "--rdzv_endpoint", self.endpoint]
+            words += ["--nnodes", str(len(self.hosts)), "--rdzv_endpoint", str(self.endpoint)]
         if len(self.hosts) > 1 and self.command[0] == "doctor":
             words += ["--names", ",".join(each.name for each in self.hosts)]  # a host that stays away has no other
         return words
@@ -105,12 +105,12 @@ class Plan:
         """A line to type that runs something there."""
         return shlex.join([*self.ssh, host.target, *words])
 
-    def again(self, *, endpoint: str | None = None, python: str | None = None) -> str:
+    def again(self, *, endpoint: Endpoint | None = None, python: str | None = None) -> str:
         """The line to type that starts the same, with something else in it."""
         hosts = ",".join(f"{host.target}:{host.slots}" if host.slots else host.target for host in self.hosts)
         flags = {
             "--ssh": (shlex.join(self.ssh), "ssh"),
-            "--rdzv_endpoint": (endpoint or self.endpoint, f"{self.hosts[0].name}:{MEETING_PORT}"),
+            "--rdzv_endpoint": (str(endpoint or self.endpoint), str(Endpoint(self.hosts[0].name, RENDEZVOUS_PORT))),
             "--workdir": (self.workdir, str(Path.cwd())),
             "--python": (python or self.python, sys.executable),
             "--nproc": (str(self.nproc), "None"),
@@ -150,21 +150,11 @@ def make_plan(
         command=command,
         nproc=nproc,
         ssh=words,
-        endpoint=_endpoint(rdzv_endpoint or found[0].name),
+        endpoint=Endpoint.parse(rdzv_endpoint or found[0].name),
         workdir=str((workdir or Path.cwd()).absolute()),
         python=python,
         environ=environ,
     )
-
-
-def _endpoint(given: str) -> str:
-    host, colon, port = given.partition(":")
-    port = port if colon else str(MEETING_PORT)
-    if not host or not port.isdecimal() or not 0 < int(port) <= _LAST_PORT:
-        raise ConfigError(
-            f"--rdzv_endpoint {given} is not HOST:PORT", fix=f"as in --rdzv_endpoint {host or 'host-a'}:{MEETING_PORT}"
-        )
-    return f"{host}:{port}"
 
 
 def _check_command(command: Sequence[str]) -> None:

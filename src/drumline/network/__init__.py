@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
+    from drumline.network.background import in_background, within
+    from drumline.network.endpoint import Endpoint
     from drumline.network.interfaces import (
         Card,
         InfiniBandPort,
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
         transfer,
         user_of,
         why_not,
-        within,
     )
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

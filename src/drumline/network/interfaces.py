@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Mapping, Sequence
@@ -88,15 +89,14 @@ def find_infiniband(root: Path = Path("/sys/class/infiniband")) -> list[InfiniBa
     return ports
 
 
-def address_towards(address: str) -> str | None:
+def address_towards(host: str) -> str | None:
     """The address of this machine from which packets to that one leave; None where there is no route."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))  # of a datagram socket: nothing is sent
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+    with contextlib.suppress(OSError):  # a name that is not known
+        for family, kind, protocol, _, where in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(where)  # of a datagram socket: nothing is sent
+                return str(probe.getsockname()[0])
+    return None
 
 
 def card_of(address: str, cards: Sequence[Card]) -> Card | None:

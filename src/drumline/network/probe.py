@@ -20,11 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import psutil
 
-T = TypeVar("T")
+from drumline.network.background import within
 
 Why = Literal["", "unresolved", "refused", "timed out", "no route", "unreachable", "forbidden", "silent"]
 """Why a connection does not open; empty: it does."""
@@ -152,10 +152,10 @@ class ProbeServer:
 def resolve(name: str) -> list[str]:
     """The addresses that a name means here; none where it does not resolve in time."""
     try:
-        found = within(_NAME_S, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+        answers = within(_NAME_S, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
     except OSError:
         return []
-    return list(dict.fromkeys(str(where[0]) for *_, where in found))
+    return list(dict.fromkeys(str(where[0]) for *_, where in answers))
 
 
 def user_of(port: int) -> str:
@@ -238,27 +238,6 @@ def largest_packet(address: str, port: int, token: str, *, mtu: int, rtt_s: floa
             step = max(1, (high - low) // _RUNGS)
             sizes = range(low + step, high, step)
         return low + headers
-
-
-def within(seconds: float, work: Callable[[], T]) -> T:
-    """The result of something that may never end; TimeoutError if it takes longer, and it is left behind."""
-    result: list[T] = []
-    error: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(work())
-        except BaseException as caught:
-            error.append(caught)
-
-    thread = threading.Thread(target=run, name="within", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if error:
-        raise error[0]
-    if not result:
-        raise TimeoutError(f"no answer within {seconds:.0f} s")
-    return result[0]
 
 
 def _arrived(datagrams: socket.socket, token: str, sizes: Sequence[int], *, patience_s: float) -> set[int]:

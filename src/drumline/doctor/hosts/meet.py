@@ -18,11 +18,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from drumline.config import MEETING_PORT
 from drumline.doctor.finding import Finding
 from drumline.elastic import is_here
 from drumline.errors import ConfigError
-from drumline.network import Why, find_cards, resolve, user_of, why_not, within
+from drumline.network import Endpoint, Why, find_cards, resolve, user_of, why_not, within
 from drumline.parallel import find_place, slurm_hosts
 
 T = TypeVar("T")
@@ -66,7 +65,7 @@ class Gathering:
 
     @property
     def where(self) -> str:
-        return f"{self.address}:{self.port}"
+        return str(Endpoint(self.address, self.port))
 
     def moved(self, address: str, port: int) -> str:
         """What to type to meet elsewhere."""
@@ -131,19 +130,14 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 def gathering_at(endpoint: str, *, hosts: int, names: Sequence[str] = ()) -> Gathering:
     """Meet at HOST:PORT; the host that has this name or address keeps the store."""
-    host, _, port = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", str(MEETING_PORT))
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(
-            f"rdzv_endpoint {endpoint} is not HOST:PORT",
-            fix=f"drumline doctor --nnodes {hosts} --rdzv_endpoint {host or 'HOST'}:{MEETING_PORT}",
-        )
+    where = Endpoint.parse(endpoint)
     if names and len(names) != hosts:
         raise ConfigError(
             f"--names has {len(names)} of {hosts} hosts",
             fix=f"drumline doctor --nnodes {len(names)} --rdzv_endpoint {endpoint} --names {','.join(names)}",
         )
-    here = is_here(host)
-    return Gathering(address=host, port=int(port), hosts=hosts, keeps=here, leads=here, names=tuple(names))
+    here = is_here(where.host)
+    return Gathering(address=where.host, port=where.port, hosts=hosts, keeps=here, leads=here, names=tuple(names))
 
 
 def meet(gathering: Gathering, *, patience_s: float, say: Callable[[str], None]) -> Store:

@@ -1,0 +1,54 @@
+"""HOST:PORT, as flags and messages have it."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from drumline.config import RENDEZVOUS_PORT
+from drumline.errors import ConfigError
+
+_HOST, _PORT = re.compile(r"[^\s:/\[\]]+"), re.compile(r"[0-9]{1,5}")
+_FORM = re.compile(rf"(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>{_HOST.pattern}))(?::(?P<port>{_PORT.pattern}))?")
+_LAST_PORT = (1 << 16) - 1
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A host, by name or address, and one of its ports; `str` gives it as it is typed."""
+
+    host: str
+    """An IPv6 address has no brackets here."""
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str, *, default_port: int = RENDEZVOUS_PORT, flag: str = "--rdzv_endpoint") -> Endpoint:
+        """From HOST, HOST:PORT, [IPV6]:PORT, or an IPv6 address alone; ConfigError for anything else."""
+        if _is_ipv6(text):
+            return cls(text, default_port)
+        form = _FORM.fullmatch(text)
+        host = form and (form["v6"] or form["host"])
+        port = int(form["port"] or default_port) if form else 0
+        if form is None or not host or not 0 < port <= _LAST_PORT or (form["v6"] and not _is_ipv6(host)):
+            raise ConfigError(f"{flag} {text} is not HOST:PORT", fix=f"as in {flag} {_meant(text, default_port)}")
+        return cls(host, port)
+
+
+def _meant(text: str, default_port: int) -> Endpoint:
+    """The likeliest endpoint that a text should have been."""
+    host, _, port = text.rpartition(":")
+    if _is_ipv6(host):
+        return Endpoint(host, int(port) if _PORT.fullmatch(port) and 0 < int(port) <= _LAST_PORT else default_port)
+    return Endpoint(host if _HOST.fullmatch(host) else "HOST", default_port)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True
