@@ -251,8 +251,8 @@ class _Meter:
         done, total, most = self._done_bytes, self._source_bytes, self._text_limit
         if total is None and most:
             done, total = self._text_bytes, most
-        elif total is not None and most and self._text_bytes:
-            total = max(done, min(total, done * most // self._text_bytes))
+        elif total is not None and most:
+            total = max(done, min(total, done * most // self._text_bytes if self._text_bytes else most))
         self._progress(Progress(self._stage, done, total, self._text_bytes))
 
 

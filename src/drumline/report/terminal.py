@@ -1,84 +1,19 @@
-"""What the terminal shows beside records: how far preparing is, what it made, tables of runs and checkpoints."""
+"""What the terminal shows beside records: tables of runs and checkpoints."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from drumline.data import Prepared, ProgressCallback
-from drumline.data import Progress as PrepareProgress
 from drumline.units import count
 
 if TYPE_CHECKING:  # it has torch, which the other tables do without
     from drumline.checkpoint import Listed
-
-_STAGES = {"reading": "reading text", "learning": "learning a vocabulary", "encoding": "encoding"}
-_PLAIN_EVERY_S = 5.0
-
-
-@contextmanager
-def preparing() -> Iterator[ProgressCallback]:
-    """A callback that draws a bar on a terminal, and elsewhere writes a line now and then."""
-    if not sys.stdout.isatty():
-        yield _plain_lines()
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
-    with Progress(*columns, transient=True) as bar:
-        stages: dict[str, tuple[TaskID, float]] = {}
-
-        def show(progress: PrepareProgress) -> None:
-            if progress.stage not in stages:
-                task = bar.add_task(_STAGES[progress.stage], total=progress.bytes_total, speed="")
-                stages[progress.stage] = (task, time.perf_counter())
-            task, since = stages[progress.stage]
-            done = min(progress.bytes_done, progress.bytes_total or progress.bytes_done)
-            bar.update(task, completed=done, speed=_speed(progress, since))
-
-        yield show
-
-
-def _plain_lines() -> ProgressCallback:
-    since: dict[str, float] = {}
-    said = 0.0
-
-    def show(progress: PrepareProgress) -> None:
-        nonlocal said
-        now = time.perf_counter()
-        first = since.setdefault(progress.stage, now)
-        if now - said > _PLAIN_EVERY_S:
-            said = now
-            sys.stdout.write(f"{_STAGES[progress.stage]} {_speed(progress, first)}".rstrip() + "\n")
-            sys.stdout.flush()
-
-    return show
-
-
-def _speed(progress: PrepareProgress, since: float) -> str:
-    megabytes = progress.text_bytes / 1e6
-    if progress.stage == "learning" or not megabytes:
-        return ""
-    return f"{megabytes:.0f} MB, {megabytes / max(0.05, time.perf_counter() - since):.1f} MB/s"
-
-
-def prepared_lines(made: Prepared) -> list[str]:
-    """What `prepare` made, for people."""
-    text_mb = sum(split.text_bytes for split in made.manifest.splits.values()) / 1e6
-    how = f"{text_mb:.1f} MB of text in {made.seconds:.1f} s ({text_mb / made.seconds:.1f} MB/s)"
-    how = "there already" if made.reused else how
-    lines = [f"{made.path}: {how}, vocabulary {made.manifest.vocab_size:,}"]
-    for name, split in made.manifest.splits.items():
-        lines.append(f"  {name}.bin   {split.tokens:,} tokens of {split.documents:,} documents")
-    if made.skipped.count:
-        lines.append(f"skipped {made.skipped.count} unreadable; the first: {'; '.join(made.skipped.first)}")
-    return lines
 
 
 def print_runs(rows: Sequence[dict[str, Any]], where: Path) -> None:
