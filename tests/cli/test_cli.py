@@ -1,5 +1,6 @@
 """The command line: quick, forgiving about dashes, and mistakes are two lines with a fix."""
 
+import inspect
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.small import small
 
-from drumline.cli.app import app, run_command
+from drumline.cli.app import COMMANDS, app, run_command
 from drumline.config.toml_file import sections
 from drumline.errors import EXIT_USAGE, EXIT_USER
 from drumline.files.run_folder import RunFolder
@@ -55,10 +56,54 @@ def test_help_explains_every_setting_in_groups(
     assert groups == ["Parameters", "Model", "Data", "Batch", "Optimizer", "Run", "Ranks", "Records"]
 
 
-@pytest.mark.parametrize("flag", ["--batch_size", "--batch-size"])
-def test_dashes_and_underscores_are_alike(train: Train, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(["train", "--dry_run", flag, "3"]) == 0
-    assert "3 sequences x 1 micro-batches" in capsys.readouterr().out
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_list_of_commands_says_what_the_command_itself_says(name: str) -> None:
+    command = app[name.rpartition(":")[2]]
+    function = command.default_command
+    if function is not None:
+        text = inspect.getdoc(getattr(function, "func", function)) or ""
+        assert text.partition("Parameters\n----")[0].strip() == COMMANDS[name]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--gradient_accumulation_steps", "3"], ["--gradient-accumulation_steps=3"], ["--gradient-accumulation-steps=3"]],
+)
+def test_dashes_and_underscores_are_alike(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["train", "--dry_run", "--batch_size", "2", *flags]) == 0
+    assert "2 sequences x 3 micro-batches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        (["--batch_size", "3", "--batch_size", "5"], "batch_size = 5"),
+        (["--batch_size=3", "--batch-size", "5"], "batch_size = 5"),
+        (["--batch-size", "3", "--batch_size=5"], "batch_size = 5"),
+        (["--smear", "--no-smear"], "smear = false"),
+        (["--no-smear", "--smear"], "smear = true"),
+        (["--compile", "--compile"], "compile = true"),
+        (["--preset", "gpt2", "--preset", "tiny"], 'preset = "tiny"'),
+        (["--allow_change", "lr", "--allow-change=seed"], 'allow_change = ["lr", "seed"]'),
+        (["--config", "absent.toml", "--config", "run.toml"], "n_layers = 3"),
+        (["--config", "run.toml", "--epochs", "2"], "epochs = 2.0"),
+    ],
+)
+def test_of_a_flag_given_twice_the_last_one_counts(
+    flags: list[str], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text("n_layers = 3\ntotal_steps = 7\n")
+    assert run_command(["train", "--dry_run", *flags]) == 0
+    assert shown in capsys.readouterr().out.splitlines()
+
+
+def test_other_commands_take_the_last_flag_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["sample", str(tmp_path / "no"), "--temperature", "-1", "--temperature=-2"]) == EXIT_USER
+    assert "temperature -2.0" in capsys.readouterr().err.replace("temperature is", "temperature")
+    assert run_command(["launch", "--hosts", "a", "--hosts", "b,c", "--dry_run", "--", "bench"]) == 0
+    shown = capsys.readouterr().out
+    assert "b" in shown and "a:" not in shown
 
 
 def test_flags_override_the_config_file_which_overrides_the_preset(

@@ -20,14 +20,16 @@ _DEFAULTS = BenchConfig()
 
 
 def bench(*, config: Annotated[BenchConfig, Parameter(name="*")] = _DEFAULTS) -> int:
-    """Measure how fast this machine trains, where the time of a step goes, and which batch size fits."""
+    """Measure training throughput, the parts of a step, and which batch size fits."""
     # Torch reads it when it is loaded.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from drumline.elastic import ranks_to_start, start_ranks
+    from drumline.cli.train import ranks_to_start
 
     if not (nproc := ranks_to_start(config.as_training(config.preset or "modern-tiny"))):
         bench_here(config)
         return 0
+    from drumline.elastic import start_ranks
+
     code = start_ranks(bench_here, (config,), nproc=nproc)
     if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
@@ -35,7 +37,7 @@ def bench(*, config: Annotated[BenchConfig, Parameter(name="*")] = _DEFAULTS) ->
 
 
 def bench_here(config: BenchConfig) -> None:
-    """Measure in this process, alone or as one of the ranks; rank 0 shows what all found."""
+    """Measure in this process, alone or as one of the ranks; rank 0 prints the results."""
     from drumline.bench import run_bench
     from drumline.parallel import join, leave
     from drumline.report import print_line

@@ -12,12 +12,12 @@ checkpoint = App(name="checkpoint", help="List, verify, export or prune the chec
 
 @checkpoint.command(name="list")
 def list_(run: Path, /) -> int:
-    """Every checkpoint of a run: step, when, size, held-out loss, and why it is kept.
+    """List the checkpoints of a run: step, time, size, validation loss, and why each is kept.
 
     Parameters
     ----------
     run
-        The run's folder.
+        Run folder.
     """
     from drumline.checkpoint import list_checkpoints
     from drumline.report import print_checkpoints
@@ -28,14 +28,14 @@ def list_(run: Path, /) -> int:
 
 @checkpoint.command
 def verify(run: Path, /, *, step: int | None = None) -> int:
-    """Compare every file with its hash; exits 1 if a checkpoint is damaged. Changes nothing.
+    """Check every file against its hash; exit code 1 if a checkpoint is damaged. Changes nothing.
 
     Parameters
     ----------
     run
-        The run's folder.
+        Run folder.
     step
-        Only the checkpoint of this step.
+        Check only the checkpoint of this step.
     """
     from drumline.checkpoint import verify_checkpoints
     from drumline.report import print_line
@@ -56,18 +56,18 @@ def export(
     out: Path | None = None,
     force: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Write a checkpoint as one .pt file, to pass around and to resume from.
+    """Write a checkpoint as a single .pt file, which `drumline train --resume_from` reads.
 
     Parameters
     ----------
     run
-        The run's folder.
+        Run folder.
     step
-        Of which step. Default: the newest valid one.
+        Step of the checkpoint. Default: the newest valid one.
     out
-        The file to write. Default: RUN/checkpoints/checkpoint_step_N.pt.
+        Output file. Default: RUN/checkpoints/checkpoint_step_N.pt.
     force
-        Replace a file that is there.
+        Overwrite an existing file.
     """
     from drumline.checkpoint import export_checkpoint
     from drumline.report import print_line
@@ -89,22 +89,22 @@ def prune(
     keep_best: bool | None = None,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Delete the checkpoints that need not be kept, and what is damaged, superseded or half made.
+    """Delete checkpoints beyond those to keep, and damaged, superseded or incomplete ones.
 
-    The newest valid checkpoint always stays.
+    The newest valid checkpoint is always kept.
 
     Parameters
     ----------
     run
-        The run's folder.
+        Run folder.
     keep
-        How many of the newest to keep. Default: the run's keep_checkpoints.
+        Number of checkpoints to keep. Default: the run's keep_checkpoints.
     keep_every
-        Also keep those of every so many steps. Default: the run's.
+        Also keep every checkpoint whose step is a multiple of this. Default: the run's.
     keep_best
-        Also keep the one with the lowest held-out loss. Default: the run's.
+        Also keep the checkpoint with the lowest validation loss. Default: the run's.
     dry_run
-        Say what would go, and delete nothing.
+        Print what would be deleted, without deleting it.
     """
     from drumline.checkpoint import prune_checkpoints
     from drumline.report import print_line

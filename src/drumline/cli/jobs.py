@@ -29,18 +29,18 @@ def slurm(
     dry_run: Annotated[bool, Parameter(negative=())] = False,
     check: Annotated[Check, Parameter(parse=False)],
 ) -> int:
-    """Submit a SLURM job that saves before its time is up or its nodes are taken, is queued again, and goes on.
+    """Submit a SLURM job that checkpoints before its time limit or preemption, is requeued, and resumes.
 
     Parameters
     ----------
     command
-        Behind --: what to run, as in -- train --run_dir /shared/runs/big. Also bench and doctor.
+        After --: what to run, as -- train --run_dir /shared/runs/big. bench and doctor work too.
     sbatch
-        One more option of sbatch, as --sbatch=--constraint=h100. May be repeated.
+        Extra option for sbatch, as --sbatch=--constraint=h100. May be repeated.
     script
-        The file to write. Default: beside the run folder, with the job's name.
+        Path of the job script. Default: next to the run folder, named after the job.
     dry_run
-        Print the script and the line that would submit it; write and submit nothing.
+        Print the script and the sbatch command, without writing or submitting anything.
     """
     from drumline.report import print_line
 
@@ -64,14 +64,14 @@ def k8s(
     out: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
     check: Annotated[Check, Parameter(parse=False)],
 ) -> int:
-    """Print the YAML that trains on Kubernetes; nothing is created before kubectl apply.
+    """Print the YAML for training on Kubernetes, to be applied with kubectl apply.
 
     Parameters
     ----------
     command
-        Behind --: what to run, as in -- train --run_dir /runs/big. Also bench and doctor.
+        After --: what to run, as -- train --run_dir /runs/big. bench and doctor work too.
     out
-        A file to write. Default, and -: print it.
+        Output file. Default, and -: standard output.
     """
     from drumline.report import print_line
 

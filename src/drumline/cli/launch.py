@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
 
+from drumline.cli.jobs import add_jobs
 from drumline.launch import Check
 
 launch = App(name="launch")
+
+
+def check_command(words: Sequence[str]) -> None:
+    """Parse what the hosts are to run as they will, so that a mistake in it is found here."""
+    from drumline.cli.app import app
+
+    app.parse_args(list(words), exit_on_error=False, print_error=False)
 
 
 def add_ssh(launch: App, *, check: Check) -> None:
@@ -36,33 +45,34 @@ def over_ssh(
 ) -> int:
     """Start one run on several hosts over SSH: drumline launch --hosts a,b -- train --run_dir /shared/run
 
-    The hosts are checked first. Every line that they say is shown with the host's name, and a failure ends with its
-    first cause. Ctrl-C lets the run save and stop, a second one ends it at once.
+    The hosts are checked first. Their output is shown with the name of the host in front, and a failure ends with its
+    first cause. Ctrl-C saves and stops the run, a second one ends it at once.
 
     Parameters
     ----------
     command
-        After --: train, bench or doctor, with its flags. Hosts train one run or check each other; bench is for each.
+        After --: train, bench or doctor, with its flags. train and doctor run across the hosts, bench on each.
     hosts
-        Where: a,b, or a:4,user@b:8 with the number of ranks.
+        Hosts, as a,b; or with the number of ranks, as a:4,user@b:8.
     hostfile
-        Or a file with a host on each line: a slots=4, or a:4.
+        File with one host per line, as a slots=4 or a:4, instead of --hosts.
     nproc
-        Ranks on each host that does not say. Default: one per GPU.
+        Number of ranks on hosts for which none is given. Default: one per GPU.
     ssh
-        How to call ssh, as "ssh -p 2222 -i KEY".
+        SSH command, as "ssh -p 2222 -i KEY".
     rdzv_endpoint
-        HOST:PORT where the hosts meet. Default: the first one, port 29400.
+        HOST:PORT for the rendezvous. Default: the first host, port 29400.
     workdir
-        The folder to start in, on every host. Default: this one.
+        Working directory on every host. Default: the current one.
     python
-        The Python to start there. Default: this one.
+        Python interpreter on every host. Default: this one.
     env
-        A variable to pass on besides NCCL_*, TORCH_*, OMP_*, HF_*, WANDB_*, proxies and their like. May be repeated.
+        Environment variable to pass on, besides NCCL_*, TORCH_*, OMP_*, HF_*, WANDB_*, proxies and the like. May be
+        repeated.
     skip_checks
-        Start without looking at the hosts first.
+        Start without checking the hosts first.
     dry_run
-        Show what would be run on each host, and run nothing.
+        Print the command for each host, without running it.
     """
     from drumline.launch import describe, make_plan, passed_on
     from drumline.launch import launch as start
@@ -84,3 +94,7 @@ def over_ssh(
         return start(plan, checks=not skip_checks)
     sys.stdout.write("\n".join(describe(plan, checks=not skip_checks)) + "\n")
     return 0
+
+
+add_ssh(launch, check=check_command)
+add_jobs(launch, check=check_command)

@@ -6,6 +6,7 @@ from drumline.lazy import public
 
 if TYPE_CHECKING:
     from drumline.config.facts import ANY, did_you_mean
+    from drumline.config.flags import flag
     from drumline.config.model import GPTConfig, ModelSettings
     from drumline.config.presets import PRESETS, RECIPES, filled, gpt_config, preset, with_preset
     from drumline.config.resolve import check_allowed, refuse_changes, resolved, with_stored_batch

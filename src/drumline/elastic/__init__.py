@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.elastic.diagnosis import is_to_tell
-    from drumline.elastic.launch import launch_training, ranks_to_start, start_ranks, train_here
+    from drumline.elastic.launch import launch_training, start_ranks
     from drumline.elastic.leader import is_here
     from drumline.elastic.lifetime import die_with_parent
     from drumline.elastic.rank_process import start_server

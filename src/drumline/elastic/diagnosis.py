@@ -190,12 +190,6 @@ def cause_of_another_host(shared: dict[str, Any], ends: Sequence[End]) -> Cause:
     )
 
 
-def is_to_tell() -> bool:
-    """Whether this rank tells a mistake. Before the ranks have met, those of one host make the same ones."""
-    together = "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized()
-    return together or os.environ.get("LOCAL_RANK", "0") == "0"
-
-
 def _step(beat: Beat | None) -> int | None:
     return None if beat is None or beat.phase == "starting" else beat.step
 

@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this host, or train right here where one process is all there is."""
+"""Start the ranks of a run on this host."""
 
 from __future__ import annotations
 
@@ -9,38 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from drumline.config import TrainConfig
 from drumline.elastic.leader import Lease, MeetingPoint
 from drumline.elastic.rendezvous import HostsMeeting, Meeting
 from drumline.elastic.supervisor import Supervisor
-from drumline.errors import EXIT_STOPPED, RunLostError
+from drumline.errors import RunLostError
 from drumline.files import RunFolder
 from drumline.network import is_free
-from drumline.parallel import find_place
 from drumline.report import tell
-
-
-def ranks_to_start(config: TrainConfig) -> int:
-    """How many ranks this process should start: none if it is one itself, or if one process is all there is to do."""
-    if "RANK" in os.environ or find_place(os.environ).size > 1:
-        return 0
-    on_gpus = config.run.device in ("auto", "cuda") and torch.cuda.is_available()
-    wanted = config.ranks.nproc or (torch.cuda.device_count() if on_gpus else 1)
-    alone = wanted == 1 and config.ranks.nproc is None and config.ranks.hosts == (1, 1)
-    return 0 if alone else wanted
-
-
-def train_here(config: TrainConfig) -> int:
-    """Train in this process, alone or as one of the ranks; gives the exit code."""
-    from drumline.report import preparing
-    from drumline.train import pretrain
-
-    with preparing() as progress:
-        result = pretrain(config, progress=progress)
-    return 0 if result.state == "finished" else EXIT_STOPPED
 
 
 def launch_training(config: TrainConfig, *, nproc: int) -> int:
@@ -107,6 +85,8 @@ def _supervise(
 
 
 def _train_rank(config: TrainConfig) -> None:
+    from drumline.train import train_here  # not needed by the process that only watches
+
     sys.exit(train_here(config))
 
 

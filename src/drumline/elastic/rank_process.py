@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 
-from drumline.elastic.diagnosis import is_to_tell, record_cause
+from drumline.elastic.diagnosis import record_cause
 from drumline.elastic.lifetime import die_with_parent
 from drumline.errors import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError
 from drumline.parallel import Attempt, own_pulse
-from drumline.report import flush_console, tell
+from drumline.report import flush_console, is_to_tell, tell
 from drumline.signals import blocked, start_afresh
 
 _CONTEXT = multiprocessing.get_context("forkserver")

@@ -6,7 +6,7 @@ from drumline.lazy import public
 
 if TYPE_CHECKING:
     from drumline.launch.hosts_file import parse_hosts
-    from drumline.launch.job_command import Check, flag, write_file
+    from drumline.launch.job_command import Check, write_file
     from drumline.launch.kubernetes import K8sConfig, K8sJob
     from drumline.launch.slurm import SlurmConfig, SlurmJob, submit
     from drumline.launch.ssh import launch

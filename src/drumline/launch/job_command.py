@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drumline.config import flag
 from drumline.errors import ConfigError
 from drumline.files import replace_text
 
@@ -83,15 +84,6 @@ class JobCommand:
             added += ["--nnodes", str(self.nodes)]
             added += ["--rdzv_endpoint", meet_at] if meet_at else []
         return [self.words[0], *added, *self.words[1:]]
-
-
-def flag(words: Sequence[str], name: str) -> str | None:
-    """The value of --name in a command line that is not parsed yet."""
-    for index, word in enumerate(words):
-        given, equals, value = word.partition("=")
-        if given.startswith("--") and given[2:].replace("-", "_") == name:
-            return value if equals else next(iter(words[index + 1 : index + 2]), "")
-    return None
 
 
 def _is_text(word: str) -> bool:

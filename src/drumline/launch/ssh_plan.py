@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drumline.config import RENDEZVOUS_PORT
+from drumline.config import RENDEZVOUS_PORT, flag
 from drumline.doctor import masked
 from drumline.errors import ConfigError
 from drumline.launch.hosts_file import RemoteHost, parse_hosts, read_hosts
-from drumline.launch.job_command import flag
 from drumline.network import Endpoint
 from drumline.parallel import ATTEMPT
 

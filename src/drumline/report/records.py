@@ -131,6 +131,12 @@ class Records:
         self._line(f"warning: {type(sink).__name__} failed and gets no more records ({type(error).__name__}: {error})")
 
 
+def is_to_tell() -> bool:
+    """Whether this rank prints an error. Until the ranks are connected, those of a host make the same mistakes."""
+    connected = "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized()
+    return connected or os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 def tell(error: DrumlineError) -> None:
     """What is wrong and what to do, on stderr; unless another rank tells it."""
     if not error.told:

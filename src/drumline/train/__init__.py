@@ -6,7 +6,7 @@ from drumline.lazy import public
 
 if TYPE_CHECKING:
     from drumline.train.evaluation import Evaluation, evaluate
-    from drumline.train.pretraining import pretrain
+    from drumline.train.pretraining import pretrain, train_here
     from drumline.train.step import Backward, Precision, Step, to_device
     from drumline.train.trainer import Trainer
 

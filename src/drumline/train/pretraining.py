@@ -27,6 +27,7 @@ from drumline.config import (
     with_stored_batch,
 )
 from drumline.data import Data, ProgressCallback, TokenBatches, mix, open_data, plan_batches
+from drumline.errors import EXIT_STOPPED
 from drumline.files import RunFolder, choose_folder, replace_text
 from drumline.lazy import room
 from drumline.model import build_model, flops_per_token, token_objective
@@ -49,7 +50,7 @@ from drumline.parallel import (
     tell_run_dir,
     versions,
 )
-from drumline.report import JsonlSink, Record, Records, Sink, open_trackers
+from drumline.report import JsonlSink, Record, Records, Sink, open_trackers, preparing
 from drumline.train.assembly import Setup, assembled
 from drumline.train.evaluation import evaluate
 from drumline.train.guard import GuardRules
@@ -67,6 +68,13 @@ def pretrain(config: TrainConfig, *, progress: ProgressCallback | None = None) -
         return _pretrain(config, world, progress)
     finally:
         leave()
+
+
+def train_here(config: TrainConfig) -> int:
+    """Train in this process, alone or as one of the ranks; returns the exit code."""
+    with preparing() as progress:
+        result = pretrain(config, progress=progress)
+    return 0 if result.state == "finished" else EXIT_STOPPED
 
 
 def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | None) -> FitResult:

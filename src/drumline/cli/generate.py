@@ -1,0 +1,86 @@
+"""`drumline evaluate` and `drumline sample`: what a checkpoint scores and writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from drumline.config import Device
+
+
+def evaluate(
+    run: Path,
+    /,
+    *,
+    data: str | None = None,
+    split: Literal["train", "valid"] = "valid",
+    batch_size: int = 8,
+    device: Device = "auto",
+) -> int:
+    """Validation loss, perplexity and bits per byte of a run's newest checkpoint.
+
+    Parameters
+    ----------
+    run
+        Run folder, or one of its checkpoints.
+    data
+        Other tokens to evaluate on: a prepared folder or a .bin file, made with the run's tokenizer.
+        Default: the run's own data, all of it.
+    split
+        Which split of a prepared folder: train or valid.
+    batch_size
+        Sequences per batch.
+    device
+        auto: CUDA, then MPS, then the CPU.
+    """
+    from drumline.generate import evaluate_run
+
+    step, evaluation = evaluate_run(run, data=data, split=split, batch_size=batch_size, device=device)
+    bits = f"{evaluation.bits_per_byte:.4f}" if evaluation.bits_per_byte else "not known for this file"
+    print(f"{run} at step {step:,}, over {evaluation.tokens:,} tokens:")
+    print(f"  loss           {evaluation.loss:.4f} nats per token")
+    print(f"  perplexity     {evaluation.perplexity:,.2f}")
+    print(f"  bits per byte  {bits}")
+    return 0
+
+
+def sample(
+    run: Path,
+    /,
+    *,
+    prompt: str = "",
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    max_tokens: int = 200,
+    device: Device = "auto",
+) -> int:
+    """Generate text with a run's newest checkpoint.
+
+    Parameters
+    ----------
+    run
+        Run folder, or one of its checkpoints.
+    prompt
+        Text to continue. Default: start a new document.
+    temperature
+        Sampling temperature; 0 always takes the most likely token.
+    top_k
+        Sample from the k most likely tokens.
+    top_p
+        Sample from the smallest set of tokens whose probabilities add up to p (nucleus sampling).
+    seed
+        Random seed; the same seed generates the same text.
+    max_tokens
+        Maximum number of tokens to generate.
+    device
+        auto: CUDA, then MPS, then the CPU.
+    """
+    from drumline.generate import SampleConfig, sample_run
+
+    settings = SampleConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
+    for piece in sample_run(run, prompt, settings, device=device):
+        print(piece, end="", flush=True)
+    print()
+    return 0

@@ -1,0 +1,54 @@
+"""`drumline prepare`: text to token files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from drumline.config import OnError
+
+
+def prepare(
+    source: str,
+    /,
+    *,
+    out: Path,
+    field: str = "text",
+    on_error: OnError = "stop",
+    tokenizer: Path | None = None,
+    vocab_size: int = 32768,
+    valid: str | None = None,
+    valid_fraction: float = 0.02,
+) -> int:
+    """Tokenize text into .bin files, which nanoGPT can read too.
+
+    Parameters
+    ----------
+    source
+        File, folder, glob, Hugging Face name, package.module:name, or builtin.
+    out
+        Output folder for train.bin, valid.bin, tokenizer.json and manifest.json.
+    field
+        Field of .jsonl, .json and .parquet rows that contains the text.
+    on_error
+        Unreadable text: stop at the first error, or skip it and report how much was skipped.
+    tokenizer
+        Path of a tokenizer.json. Default: train one on the text.
+    vocab_size
+        Vocabulary size of a newly trained tokenizer.
+    valid
+        Validation text. Default: the source's validation split, or valid_fraction of the documents.
+    valid_fraction
+        Fraction of the documents to hold out if there is no validation data.
+    """
+    from drumline.data import Corpus, Recipe, Tokenizer
+    from drumline.data import prepare as prepare_tokens
+    from drumline.report import prepared_lines, preparing
+
+    corpus = Corpus(source, field, on_error, valid, valid_fraction)
+    recipe = Recipe(corpus, Tokenizer.load(tokenizer) if tokenizer else None, vocab_size)
+    with preparing() as progress:
+        made = prepare_tokens(recipe, out, progress=progress)
+    for line in prepared_lines(made):
+        print(line)
+    print(f"next:\n  drumline train --train_data_path {out}")
+    return 0

@@ -1,0 +1,124 @@
+"""`drumline train`: parse the settings, check this machine, and train here or start ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import App, Group, Parameter
+
+from drumline.cli.app import PROCESS
+from drumline.config import (
+    LENGTHS,
+    PRESETS,
+    BatchConfig,
+    DataConfig,
+    ModelSettings,
+    OptimConfig,
+    RanksConfig,
+    RecordConfig,
+    RunConfig,
+    TrainConfig,
+    flag,
+    read_settings,
+)
+from drumline.files import RunFolder
+from drumline.signals import raise_interrupts
+
+_DEFAULTS = TrainConfig()
+_MODEL = Group("Model", help="The defaults of model options are those of the preset and its recipe.", sort_key=1)
+
+train = App(
+    name="train",
+    help_epilogue=f"Presets: {', '.join(PRESETS)}. Every setting can be given in a TOML file: --config run.toml",
+)
+
+
+@train.default
+def run_training(
+    *,
+    model: Annotated[ModelSettings, Parameter(name="*", group=_MODEL)] = _DEFAULTS.model,
+    data: Annotated[DataConfig, Parameter(name="*", group=Group("Data", sort_key=2))] = _DEFAULTS.data,
+    batch: Annotated[BatchConfig, Parameter(name="*", group=Group("Batch", sort_key=3))] = _DEFAULTS.batch,
+    optim: Annotated[OptimConfig, Parameter(name="*", group=Group("Optimizer", sort_key=4))] = _DEFAULTS.optim,
+    run: Annotated[RunConfig, Parameter(name="*", group=Group("Run", sort_key=5))] = _DEFAULTS.run,
+    ranks: Annotated[RanksConfig, Parameter(name="*", group=Group("Ranks", sort_key=6))] = _DEFAULTS.ranks,
+    records: Annotated[RecordConfig, Parameter(name="*", group=Group("Records", sort_key=7))] = _DEFAULTS.records,
+    config: Path | None = None,
+    dry_run: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Train a model. Without arguments: a small GPT on the source code of Python.
+
+    Parameters
+    ----------
+    config
+        TOML file with settings. Flags take precedence.
+    dry_run
+        Print the resolved config and the number of parameters, memory, tokens and steps, without training.
+    """
+    settings = TrainConfig(model=model, data=data, batch=batch, optim=optim, run=run, ranks=ranks, records=records)
+    if dry_run:
+        from drumline.bench import describe
+
+        print(describe(settings))
+        return 0
+    # Torch reads it when it is loaded. Its warnings about stores say less than what drumline says itself.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if ranks.nproc and "RANK" not in os.environ:
+        from drumline.elastic import start_server
+
+        start_server(ranks.nproc, early=PROCESS.is_ours)
+    from drumline.cli.doctor import check_first
+
+    nproc = ranks_to_start(settings)
+    check_first(settings, ranks=nproc)
+    if nproc:
+        from drumline.elastic import launch_training
+
+        return launch_training(settings, nproc=nproc)
+    from drumline.train import train_here
+
+    raise_interrupts()
+    return train_here(settings)
+
+
+def ranks_to_start(config: TrainConfig) -> int:
+    """The number of ranks that this process should start; 0 if it is a rank already, or trains alone."""
+    import torch
+
+    from drumline.parallel import find_place
+
+    if "RANK" in os.environ or find_place(os.environ).size > 1:
+        return 0
+    on_gpus = config.run.device in ("auto", "cuda") and torch.cuda.is_available()
+    wanted = config.ranks.nproc or (torch.cuda.device_count() if on_gpus else 1)
+    alone = wanted == 1 and config.ranks.nproc is None and config.ranks.hosts == (1, 1)
+    return 0 if alone else wanted
+
+
+def file_layers(words: Sequence[str]) -> list[tuple[Path, dict[str, Any]]]:
+    """Settings from files, the strongest first: those of --config, then those of the run that is resumed."""
+    files = []
+    config = flag(words, "config")
+    if config:
+        files.append((Path(config), read_settings(Path(config))))
+    run_dir = flag(words, "run_dir") or (files[0][1].get("run_dir") if files else None)
+    resume_from = flag(words, "resume_from")
+    stored = RunFolder(Path(run_dir)).config if run_dir else None
+    if (stored is None or not stored.exists()) and resume_from not in (None, "auto"):
+        # A new run that starts from another one's checkpoint: RUN, or RUN/checkpoints/step-N.
+        stored = RunFolder.named_by(Path(str(resume_from))).config
+    if stored is not None and stored.exists():
+        settings = read_settings(stored)
+        settings.pop("run_dir", None)  # --run_dir, if given, is the same or names a new run
+        files.append((stored, settings))
+    # One length of a run replaces another, whatever layer that one stands in.
+    given = {name for name in LENGTHS if flag(words, name) is not None}
+    for _, settings in files:
+        lengths = {name for name in LENGTHS if name in settings}
+        for name in lengths - given if given else ():
+            del settings[name]
+        given |= lengths
+    return files
