@@ -23,13 +23,13 @@ from drumline.bench import bench, workload
 from drumline.bench import memory as bench_memory
 from drumline.bench.config import BenchConfig
 from drumline.bench.memory import find_batch_size, peak_memory, try_out
+from drumline.bench.plots import plot_bench
 from drumline.bench.workload import PARTS
 from drumline.cli.app import run_command
 from drumline.data.batches import BatchPlan
 from drumline.errors import EXIT_INTERRUPTED
 from drumline.model.gpt import GPT
 from drumline.parallel.world import Place, World
-from drumline.report.plots import plot_bench
 
 GUIDE = Path(__file__).parents[2] / "docs" / "benchmarking.md"
 ALONE = World(Place(), torch.device("cpu"))

@@ -24,7 +24,7 @@ from drumline.errors import EXIT_CRASHED
 from drumline.files.run_folder import RunFolder
 from drumline.model.gpt import GPT
 from drumline.train.guard import ReplicaDriftError
-from drumline.train.replicas import replica_digest
+from drumline.train.trouble import replica_digest
 
 HOST = socket.gethostname()
 

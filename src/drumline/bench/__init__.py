@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from drumline.bench.bench import Report, run_bench
     from drumline.bench.config import BenchConfig
     from drumline.bench.dry_run import describe
+    from drumline.bench.plots import plot_bench
     from drumline.bench.report import (
         ALL_REDUCE_COLUMNS,
         PART_COLUMNS,

@@ -57,8 +57,9 @@ def bench_here(config: BenchConfig) -> None:
 
 def _write(report: Report, config: BenchConfig) -> None:
     """The files that were asked for."""
+    from drumline.bench import plot_bench
     from drumline.files import replace_text
-    from drumline.report import plot_bench, print_line
+    from drumline.report import print_line
 
     writers: list[tuple[Path | None, Callable[[Path], None]]] = [
         (config.json, lambda path: replace_text(path, json.dumps(report.as_dict(), indent=2) + "\n")),

@@ -9,7 +9,6 @@ from the same gradient, so nothing is exchanged.
 
 from __future__ import annotations
 
-import importlib.util
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from drumline.lazy import room
+from drumline.optim.optimizers import suits_kernels
 
 FIRST_MOMENTUM, MOMENTUM_STEPS = 0.85, 100
 """Momentum grows from this, over so many steps: early gradients are soon out of date."""
@@ -157,12 +157,6 @@ def _update_by_kernels(
     directions = raised(ahead)
     factors = row_factors(directions, variances, updates[0], skipped=skipped)
     kernels.muon_apply(weights, directions, factors, rate=rate, kept=kept, skipped=skipped)
-
-
-def suits_kernels(matrix: Tensor) -> bool:
-    """Whether Triton's kernels can be had for it."""
-    plain = matrix.dtype == torch.float32 and matrix.is_contiguous()
-    return matrix.is_cuda and plain and importlib.util.find_spec("triton") is not None
 
 
 def momentum_at(step: int, momentum: float) -> float:

@@ -5,6 +5,7 @@ Settings that an OptimConfig leaves open are the classic recipe's here; `presets
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from drumline.config import RECIPES, OptimConfig, filled
 from drumline.lazy import room
 from drumline.model import CausalSelfAttention
-from drumline.optim.muon import Muon, suits_kernels
+from drumline.plugins import is_plugin, load_plugin
 
 T = TypeVar("T")
 
@@ -50,10 +51,13 @@ def warmup_steps(optim: OptimConfig, *, total_steps: int) -> int:
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW for all weights, or Muon for the matrices and AdamW for the others.
+    """AdamW for all weights, Muon for the matrices and AdamW for the others, or what a plug-in makes.
 
     A group's rate at any time is the schedule's, whose peak is `optim.lr`, times the group's own "lr_ratio".
     """
+    if optim.optimizer is not None and is_plugin(optim.optimizer):
+        made: torch.optim.Optimizer = load_plugin(optim.optimizer)(model, optim)
+        return made
     optim = filled(optim, RECIPES["classic"])
     lr, decay = _known(optim.lr), _known(optim.weight_decay)
     rates = {"matrices": lr, "embeddings": optim.embedding_lr or lr, "head": optim.head_lr or lr}
@@ -73,6 +77,8 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
     )
     if not matrices:
         return adamw
+    from drumline.optim.muon import Muon
+
     # Queries, keys and values are three matrices, although they are one parameter.
     row_parts = {part.qkv.weight: part.row_parts for part in model.modules() if isinstance(part, CausalSelfAttention)}
     return Muon(matrices, adamw, lr=lr, momentum=_known(optim.momentum), weight_decay=decay, row_parts=row_parts)
@@ -83,6 +89,12 @@ def adamw_for(model: nn.Module) -> type[torch.optim.AdamW]:
     if not all(map(suits_kernels, model.parameters())):
         return torch.optim.AdamW
     return room("kernels").OnePassAdamW  # type: ignore[no-any-return]
+
+
+def suits_kernels(matrix: Tensor) -> bool:
+    """Whether Triton's kernels can be had for it."""
+    plain = matrix.dtype == torch.float32 and matrix.is_contiguous()
+    return matrix.is_cuda and plain and importlib.util.find_spec("triton") is not None
 
 
 def parameters_by_kind(model: nn.Module) -> dict[str, list[Tensor]]:

@@ -11,20 +11,6 @@ import torch
 from drumline.config import Device, Dtype
 from drumline.errors import ConfigError
 
-# Dense bf16 peak in TFLOP/s from the makers' data sheets, by a part of the name that CUDA reports.
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "RTX 4090": 165.0,
-    "RTX 3090": 71.0,
-    "V100": 125.0,
-    "T4": 65.0,
-}
-
 
 def pick_device(wanted: Device) -> torch.device:
     has = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
@@ -81,6 +67,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Dense peak in FLOP/s, None where it is not known."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
+    from drumline.parallel.peaks import PEAK_TFLOPS
+
     name = torch.cuda.get_device_name(device)
     return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.report.plots import plot_bench, plot_loss
+    from drumline.report.plots import plot_loss, save_figure
     from drumline.report.preparation import prepared_lines, preparing
     from drumline.report.records import (
         JsonlSink,

@@ -138,7 +138,7 @@ def _pace(setup: Setup, pulse: Pulse, tell: Tell) -> Pace | None:
 def _comparison(setup: Setup, history: History, tell: Tell) -> Callable[[int], None] | None:
     if setup.world.size == 1:
         return None
-    from drumline.train.replicas import compare_replicas
+    from drumline.train.trouble import compare_replicas
 
     def compare(step: int) -> None:
         history.share_statistics()

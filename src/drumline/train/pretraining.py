@@ -50,7 +50,7 @@ from drumline.parallel import (
     tell_run_dir,
     versions,
 )
-from drumline.report import JsonlSink, Record, Records, Sink, open_trackers, preparing
+from drumline.report import JsonlSink, Record, Records, Sink, preparing
 from drumline.train.assembly import Setup, assembled
 from drumline.train.evaluation import evaluate
 from drumline.train.guard import GuardRules
@@ -159,6 +159,8 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
     folder.path.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [JsonlSink(folder.metrics)]
     if config.records.tensorboard or config.records.use_wandb or config.records.sink:
+        from drumline.report import open_trackers
+
         sinks += open_trackers(config.records, folder, settings=asdict(config))
     records = Records(sinks, log=folder.log)
     stored = to_toml(replace(config, run=replace(config.run, resume_from="auto", allow_change=())))

@@ -1,0 +1,134 @@
+"""Wrong numbers: whose loss is not finite, and whether to compute it again, skip it, go back or give up; and replicas
+that no longer have the same weights."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import socket
+from collections import Counter
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from drumline.checkpoint import weights
+from drumline.errors import TrainingError
+from drumline.parallel import World, waiting_for
+from drumline.train.guard import Guard, ReplicaDriftError, Verdict
+from drumline.train.step import StepResult
+
+_NAMES_SHOWN = 8
+
+
+def judge_trouble(
+    guard: Guard, step: int, data_step: int, result: StepResult, *, finite: bool, rollbacks: int
+) -> Verdict:
+    """As Guard.judge, for a step that is not finite, was not when it was computed first, or leaps."""
+    if not finite:
+        return _not_finite(guard, step, data_step, result, rollbacks)
+    if guard.tried_again:
+        guard.tried_again = False
+        guard.tell(
+            f"step {step + 1:,}: finite when computed again: a passing fault of the hardware, nothing is lost",
+            {"event": "computed again", "step": step + 1, "loss": result.loss},
+        )
+        return guard.judge(step, data_step, result, rollbacks=rollbacks)
+    guard.in_a_row = 0
+    usual = median(guard.losses)
+    what = f"loss {result.loss:.4g}, {result.loss / usual:.1f} times the median {usual:.4g} of the last steps"
+    guard.tell(f"warning: step {step + 1:,}: {what}", {"event": "loss spike", "step": step + 1, "what": what})
+    return _back(guard, step, what, data_step, rollbacks)
+
+
+def _not_finite(guard: Guard, step: int, data_step: int, result: StepResult, rollbacks: int) -> Verdict:
+    what = f"loss {result.loss}, gradient norm {result.grad_norm}"
+    if not guard.tried_again:
+        # A step is a function of its data: computed again it gives the same, unless memory or a chip erred.
+        guard.tried_again = True
+        where, documents = _culprits(guard, data_step, result)
+        guard.tell(
+            f"warning: step {step + 1:,}: {what}: not finite {where}; computing it again; documents: {documents}",
+            {"event": "not finite", "step": step + 1, "where": where, "documents": documents, "what": what},
+        )
+        return Verdict.AGAIN
+    guard.tried_again = False
+    if guard.rules.on_nonfinite == "rollback":
+        return _back(guard, step, what, data_step, rollbacks)
+    guard.in_a_row += 1
+    guard.skipped_steps += 1
+    if guard.rules.on_nonfinite == "halt" or guard.in_a_row >= guard.rules.max_nonfinite:
+        raise _give_up(guard, step, f"{what}, {guard.in_a_row} such steps in a row", data_step)
+    guard.tell(
+        f"warning: step {step + 1:,}: {what}: not finite again, the step was skipped",
+        {"event": "skipped", "step": step + 1, "what": what},
+    )
+    return Verdict.SKIP
+
+
+def _back(guard: Guard, step: int, what: str, data_step: int, rollbacks: int) -> Verdict:
+    if rollbacks >= guard.rules.max_rollbacks:
+        raise _give_up(guard, step, f"{what}, after {rollbacks} rollbacks", data_step)
+    return Verdict.BACK
+
+
+def _give_up(guard: Guard, step: int, what: str, data_step: int) -> TrainingError:
+    return TrainingError(
+        f"step {step + 1:,}: {what}; its documents: {_shown(guard.batches.names(data_step))}",
+        fix="lower --lr, use --dtype bfloat16 or float32, or take those documents out",
+        told=not guard.world.is_main,  # every rank sees the same numbers
+    )
+
+
+def _culprits(guard: Guard, data_step: int, result: StepResult) -> tuple[str, str]:
+    """Whose loss it was, and the documents of their micro-batches; every rank asks at the same point."""
+    world, batches = guard.world, guard.batches
+    finite = math.isfinite(result.own_loss)
+    share = batches.plan.share(world.rank, world.size)
+    names = [] if finite else [name for index in share for name in batches.names(data_step, index)]
+    with waiting_for("the search for whose loss is not finite"):
+        ranks = world.gather([socket.gethostname(), finite, names])
+    guilty = [(rank, host, named) for rank, (host, fine, named) in enumerate(ranks) if not fine]
+    if not guilty:
+        return "in the gradient, though each rank's loss is finite", _shown(batches.names(data_step))
+    where = "on " + ", ".join(f"rank {rank} ({host})" for rank, host, _ in guilty)
+    return where, _shown(list(dict.fromkeys(name for _, _, named in guilty for name in named)))
+
+
+def _shown(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return (", ".join(names[:_NAMES_SHOWN]) or "not known") + more
+
+
+def compare_replicas(model: nn.Module, world: World, step: int, *, tell: Callable[[str, dict[str, Any]], None]) -> None:
+    """ReplicaDriftError on every rank if one has other weights than most."""
+    own = replica_digest(model)
+    with waiting_for("the comparison of the weights"):
+        digests = world.gather([socket.gethostname(), own])
+    usual, agreeing = Counter(digest for _, digest in digests).most_common(1)[0]
+    odd = [f"rank {rank} on {host}" for rank, (host, digest) in enumerate(digests) if digest != usual]
+    if not odd:
+        return
+    if agreeing * 2 > len(digests):
+        problem = f"{', '.join(odd)} has other weights than the {agreeing} other ranks at step {step:,}"
+    else:  # with two ranks nobody knows which of them erred
+        hosts = ", ".join(f"rank {rank} on {host}" for rank, (host, _) in enumerate(digests))
+        problem = f"the replicas ({hosts}) no longer have the same weights at step {step:,}"
+    tell("", {"event": "replica drift", "what": problem})
+    raise ReplicaDriftError(
+        problem,
+        fix="start the same command again to go on from the last checkpoint; test the memory of the odd host",
+        told=not world.is_main,
+    )
+
+
+def replica_digest(model: nn.Module) -> str:
+    """The bits of every weight added up as integers on the device: any one flipped bit changes it."""
+    sums = []
+    for tensor in weights(model).values():
+        bits = tensor.contiguous().reshape(-1).view(torch.uint8)
+        width = next(w for w in (4, 2, 1) if bits.numel() % w == 0 and bits.storage_offset() % w == 0)
+        sums.append(bits.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]).sum(dtype=torch.int64))
+    return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).hexdigest()[:16]
