@@ -64,7 +64,7 @@ def k8s(
     out: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
     check: Annotated[Check, Parameter(parse=False)],
 ) -> int:
-    """Print the YAML for training on Kubernetes, to be applied with kubectl apply.
+    """Print the manifest for training on Kubernetes, to be applied with kubectl apply.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Kubernetes: the YAML of a run, one pod per host, as an Indexed Job with a headless service or as a Kubeflow TrainJob.
+"""Kubernetes: the manifest of a run, one pod per host: an Indexed Job with a headless service, or a Kubeflow TrainJob.
 
 Every pod runs drumline's own supervisor; the first one's name is where they meet. A pod that was told to go, and saved,
 is replaced without being counted; a user's mistake and a lost run end the job, which would only fail again.
@@ -31,9 +31,6 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE])?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MEMORY = "shared-memory"
-# What YAML reads as something else than these very letters is quoted.
-_PLAIN = re.compile(r"(?:--)?[A-Za-z_/][A-Za-z0-9_./-]*(?::[A-Za-z0-9_./-]+)*")
-_NOT_TEXT = re.compile(r"(?i)y|n|yes|no|on|off|true|false|null")
 
 Tree = Mapping[str, Any]
 
@@ -105,7 +102,7 @@ class K8sConfig:
             name, value = _parted(entry, "env", "NCCL_DEBUG=INFO")
             if is_secret(name):
                 raise ConfigError(
-                    f"--env {name}=... would write a secret into the YAML",
+                    f"--env {name}=... would write a secret into the manifest",
                     fix=f"write {name}=... to FILE, kubectl create secret generic drumline --from-env-file FILE, and "
                     f"--env_from_secret {name}=drumline",
                 )
@@ -153,8 +150,14 @@ class K8sJob:
         return f"{self.name}-0.{self.name}:{RENDEZVOUS_PORT}"
 
     def text(self) -> str:
-        """The YAML, ready for kubectl apply."""
-        return "---\n".join(yaml_of(document) for document in self.documents())
+        """The manifest, ready for kubectl apply.
+
+        As JSON, which every YAML reader takes too: no word of the command, say 3e-4 or no, can be read as anything
+        but text.
+        """
+        documents = self.documents()
+        one = documents[0] if len(documents) == 1 else {"apiVersion": "v1", "kind": "List", "items": documents}
+        return json.dumps(one, indent=2, ensure_ascii=False) + "\n"
 
     def documents(self) -> list[Tree]:
         """What is to be created, in this order."""
@@ -276,33 +279,3 @@ def label_of(text: str) -> str:
     """The nearest name that Kubernetes takes."""
     found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     return found if found[:1].isalpha() else f"run-{found}".rstrip("-")
-
-
-def yaml_of(tree: Tree) -> str:
-    """Mappings, lists, text, whole numbers and booleans as YAML."""
-    return "".join(f"{line}\n" for line in _lines(tree))
-
-
-def _lines(value: Any) -> list[str]:
-    lines: list[str] = []
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            if isinstance(inner, Mapping | list) and inner:
-                indent = "" if isinstance(inner, list) else "  "  # a list stands right under its key, as in kubectl's
-                lines += [f"{_scalar(key)}:", *(f"{indent}{line}" for line in _lines(inner))]
-            else:
-                lines.append(f"{_scalar(key)}: {_scalar(inner)}")
-        return lines
-    for inner in value:
-        first, *rest = _lines(inner) if isinstance(inner, Mapping | list) and inner else [_scalar(inner)]
-        lines += [f"- {first}", *(f"  {line}" for line in rest)]
-    return lines
-
-
-def _scalar(value: Any) -> str:
-    if not isinstance(value, str):
-        return json.dumps(value)
-    if _PLAIN.fullmatch(value) and not _NOT_TEXT.fullmatch(value):
-        return value
-    quoted = json.dumps(value, ensure_ascii=False)
-    return "".join(letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in quoted)
