@@ -4,6 +4,7 @@ The command line prints a DrumlineError as two lines and exits 1; any other exce
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 EXIT_USER, EXIT_USAGE, EXIT_FAILED, EXIT_STOPPED, EXIT_INTERRUPTED = 1, 2, 3, 75, 130
 EXIT_CRASHED = 70
@@ -20,6 +21,8 @@ class DrumlineError(Exception):
     """
 
     exit_code = EXIT_USER
+    code = "user"
+    """What kind of error it is, for programs: the words may change."""
 
     def __init__(self, problem: str, *, fix: str, details: Sequence[str] = (), told: bool = False) -> None:
         super().__init__("\n".join((problem, *details, fix)))
@@ -27,6 +30,9 @@ class DrumlineError(Exception):
         self.fix = fix
         self.details = tuple(details)
         self.told = told
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"code": self.code, "problem": self.problem, "details": list(self.details), "fix": self.fix}
 
 
 class ConfigError(DrumlineError):
@@ -52,9 +58,17 @@ class TrainingError(DrumlineError):
     """A run that cannot go on: its numbers are no longer finite."""
 
     exit_code = EXIT_FAILED
+    code = "training"
 
 
 class RunLostError(DrumlineError):
-    """A rank died of something that is not the user's mistake."""
+    """A rank died of something that is not the user's mistake. It names the rank and its host."""
 
     exit_code = EXIT_FAILED
+    code = "rank_failed"
+
+
+class PeersLostError(RunLostError):
+    """Ranks died because others did, and which of those was the first is not known here."""
+
+    code = "peers_lost"

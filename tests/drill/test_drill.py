@@ -50,7 +50,7 @@ def test_a_drill_does_not_hold_if_anything_did_not(harm: dict[str, object]) -> N
 def test_a_drill_that_did_not_hold_exits_with_a_code_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drumline.drill.drill.run_drill", lambda config, say: DrillReport())
+    monkeypatch.setattr("drumline.drill.run_drill", lambda config, say: DrillReport())
     assert run_command(["drill", "--folder", str(tmp_path / "drill")]) == EXIT_FAILED
 
 

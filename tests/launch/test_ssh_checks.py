@@ -13,7 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
+from drumline.errors import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    ConfigError,
+    DrumlineError,
+    PeersLostError,
+    RunLostError,
+)
 from drumline.launch import ssh_sessions
 from drumline.launch.hosts_file import RemoteHost, parse_hosts
 from drumline.launch.ssh import launch, outcome
@@ -72,7 +80,7 @@ def test_what_the_doctor_finds_failed_keeps_a_run_from_starting_and_a_warning_do
 def test_a_run_folder_that_cannot_be_written_is_fatal_on_the_first_host_alone(
     tmp_path: Path, locally: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    finding = {"check": "disk", "state": "failed", "what": "it cannot be written", "fix": "mend it", "host": ""}
+    finding = {"check": "disk", "state": "failed", "what": "locked", "fix": "mend it", "code": "unwritable", "host": ""}
     python = script(
         tmp_path / "python",
         f'#!/bin/sh\ncase "$*" in *doctor*) cat {tmp_path}/$FAKE_HOST;;\n'
@@ -83,7 +91,7 @@ def test_a_run_folder_that_cannot_be_written_is_fatal_on_the_first_host_alone(
         (tmp_path / fine).write_text('{"findings": []}')
         assert launch(plan(locally, tmp_path, "train", python=python), checks=True) == code
         said = capfd.readouterr().err
-        assert said == f"{'error' if code else 'warning'}: {unwritable}: disk: it cannot be written\n  fix: mend it\n"
+        assert said == f"{'error' if code else 'warning'}: {unwritable}: disk: locked\n  fix: mend it\n"
 
 
 def test_a_folder_that_is_not_there_and_a_name_that_is_not_known_there_are_told_for_all_hosts_at_once(
@@ -216,6 +224,15 @@ def test_hosts_are_told_at_once_what_no_pipe_holds(tmp_path: Path, locally: str)
     assert [session.code for session in sessions] == [0, 0]
 
 
+def telling(error: DrumlineError) -> str:
+    """A shell command that ends as drumline does with an error; what it prints is nobody's business."""
+    event = {"event": "error", "time": 0.0, **error.as_dict()}
+    before, after = json.dumps(event).split('"time": 0.0')
+    return (
+        f"""echo '{before}"time": '$(date +%s.%N)'{after}' >> $DRUMLINE_EVENTS; echo oh >&2; exit {error.exit_code}"""
+    )
+
+
 @pytest.mark.parametrize(
     ("ends", "code", "cause"),
     [
@@ -226,14 +243,22 @@ def test_hosts_are_told_at_once_what_no_pipe_holds(tmp_path: Path, locally: str)
         (("kill -9 $$", "exit 75"), EXIT_FAILED, "left: drumline was ended by SIGKILL"),
         (
             (
-                'echo "error: rank 0 on left (process 1) lost the other ranks: reset" >&2; exit 3',
-                'echo "error: rank 1 on right (process 2) failed with ValueError: x" >&2; exit 3',
+                telling(PeersLostError("rank 0 on left is alone", fix="f")),
+                f"sleep 0.3; {telling(RunLostError('rank 1 on right broke', fix='f'))}",
             ),
             EXIT_FAILED,
-            "rank 1 on right (process 2) failed with ValueError: x",
+            "rank 1 on right broke",
+        ),
+        (  # of two causes the one that was told first
+            (
+                f"sleep 0.3; {telling(RunLostError('rank 0 on left broke', fix='f'))}",
+                telling(RunLostError("rank 1 on right broke", fix="f", details=["x" * 90_000])),
+            ),
+            EXIT_FAILED,
+            "rank 1 on right broke",
         ),
         (  # one of them tells for both, and the other spoke first of something else
-            ("echo waiting >&2; exit 1", 'sleep 0.3; echo "error: 3 heads" >&2; exit 1'),
+            ("echo waiting >&2; exit 1", f"sleep 0.3; {telling(ConfigError('3 heads', fix='f'))}"),
             1,
             "right: 3 heads",
         ),

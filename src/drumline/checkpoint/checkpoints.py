@@ -24,7 +24,7 @@ from torch import Tensor
 
 from drumline.checkpoint.storage import SUFFIX, FileFacts
 from drumline.errors import CheckpointError
-from drumline.files import CHECKPOINT_PREFIX, RunFolder, file_sha256, flush
+from drumline.files import CHECKPOINT_PREFIX, RunFolder, file_sha256, flush, publish
 
 RUN, MANIFEST = "run.json", "manifest.json"
 FORMAT = 2
@@ -190,6 +190,7 @@ def valid_ones(folder: Path, *, warn: Callable[[str], None], before: int | None 
             raise
         except CheckpointError as error:
             warn(f"{error.problem}; {set_aside(path, 'damaged')}, trying the one before")
+            publish({"event": "checkpoint damaged", "path": str(path)})
 
 
 def _step_in(name: str) -> str:

@@ -236,13 +236,13 @@ def check_first(config: TrainConfig, *, ranks: int) -> None:
     fatal = [finding for finding in found if finding.state == "failed" and place.size == 1]
     warned = [finding for finding in found if finding not in fatal]
     for finding in warned:
-        sys.stderr.write(f"warning: {_sentence(finding)}\n  fix: {finding.fix}\n")
+        sys.stderr.write(f"warning: {finding.sentence}\n  fix: {finding.fix}\n")
     if fatal:
         first, *others = fatal
         raise ConfigError(
-            _sentence(first),
+            first.sentence,
             fix=first.fix,
-            details=[*(f"{_sentence(finding)}: {finding.fix}" for finding in others), _SKIP],
+            details=[*(f"{finding.sentence}: {finding.fix}" for finding in others), _SKIP],
         )
     if warned:
         sys.stderr.write(f"{_SKIP}\n")
@@ -263,7 +263,3 @@ def _find_rank_0() -> None:
         approach(replace(gathering, task="run"), patience_s=_RANK_0_S, say=say, say_every_s=_SAY_S)
     except CheckEndedError as ended:
         raise ConfigError(ended.finding.what, fix=ended.finding.fix) from None
-
-
-def _sentence(finding: Finding) -> str:
-    return f"{finding.check}{' ' if finding.what.startswith('is ') else ': '}{finding.what}"

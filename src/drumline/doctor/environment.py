@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from drumline.doctor.finding import Finding, State
+from drumline.doctor.finding import VARIABLE, Finding, State
 from drumline.network import Card, free_port, is_free, is_loopback
 
 Verdict = tuple[State, str, str]
@@ -135,7 +135,7 @@ def check_variables(environ: Mapping[str, str], facts: Facts) -> list[Finding]:
         idle = facts.gpus == 0 and name.startswith(_ON_GPUS)
         state, why, fix = _FINE if idle else _judge(name, value, facts)
         what = f"{_shown(name, value)}: {why or meaning}{', of no effect without a GPU' if idle else ''}"
-        found.append(Finding(name, state, what, fix))
+        found.append(Finding(name, state, what, fix, code=VARIABLE))
     return found
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import psutil
 
-from drumline.doctor.finding import Finding, State
+from drumline.doctor.finding import UNWRITABLE, Finding, State
 from drumline.network import Card, InfiniBandPort, is_loopback
 from drumline.units import count
 
@@ -252,7 +252,8 @@ def check_disk(disk: Disk, *, needed_bytes: int = 0, what_for: str = "") -> Find
     """needed_bytes: what a run will keep there, as `what_for` says it"""
     where, other = disk.folder, f"--run_dir {_quoted((disk.roomier or Path.home()) / 'runs' / 'NAME')}"
     if disk.error is not None:
-        return Finding("disk", "failed", f"{where} cannot be written ({disk.error.strerror})", _writable(disk, other))
+        what = f"{where} cannot be written ({disk.error.strerror})"
+        return Finding("disk", "failed", what, _writable(disk, other), code=UNWRITABLE)
     speed = "" if disk.bytes_per_s is None else f", writes {count(disk.bytes_per_s)}B/s"
     what = f"{where}{f' on {disk.kind}' if disk.kind else ''}: {count(disk.free_bytes)}B free{speed}"
     if disk.free_bytes < needed_bytes:

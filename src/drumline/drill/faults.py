@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import resource
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from drumline.checkpoint import Snapshots, checkpoint_paths
-from drumline.drill.run import DrilledRun, Line
+from drumline.drill.run import DrilledRun
 from drumline.errors import EXIT_STOPPED
 from drumline.files import RunFolder
 
 Fault = Literal["kill", "crash", "stop", "term", "disk", "corrupt", "nan", "host"]
 FAULTS: tuple[Fault, ...] = get_args(Fault)
-_GOING_ON = r"going on from .* \(step ([\d,]+)\)"
 
 
 @dataclass
@@ -30,13 +28,13 @@ class Outcome:
     fault: Fault
     at_step: int
     noticed_s: float | None
-    """From the fault to the message about it."""
+    """From the fault to the event that reports it."""
     again_s: float | None
     """From the fault to the next step that was trained; 0 if training never paused."""
     lost_steps: int | None
     """Steps that had to be computed again."""
     named: bool
-    """Whether the message names the right cause."""
+    """Whether that event names the right cause."""
     note: str = ""
 
     @property
@@ -50,20 +48,22 @@ def inject(fault: Fault, run: DrilledRun, draw: random.Random) -> Outcome:
 
 
 def _kill(run: DrilledRun, draw: random.Random) -> Outcome:
-    rank, pid = _victim(run, draw)
-    return _restarted(run, "kill", rf"rank {rank} .*SIGKILL", lambda: os.kill(pid, signal.SIGKILL), f"rank {rank}")
+    return _signalled(run, "kill", draw, signal.SIGKILL, cause_kind="signal", cause_what="SIGKILL")
 
 
 def _crash(run: DrilledRun, draw: random.Random) -> Outcome:
     """What a broken library does to a process."""
-    rank, pid = _victim(run, draw)
-    return _restarted(run, "crash", rf"rank {rank} .*SIGABRT", lambda: os.kill(pid, signal.SIGABRT), f"rank {rank}")
+    return _signalled(run, "crash", draw, signal.SIGABRT, cause_kind="signal", cause_what="SIGABRT")
 
 
 def _stop(run: DrilledRun, draw: random.Random) -> Outcome:
+    return _signalled(run, "stop", draw, signal.SIGSTOP, cause_kind="hang", cause_frozen=True)
+
+
+def _signalled(run: DrilledRun, fault: Fault, draw: random.Random, signum: signal.Signals, **cause: Any) -> Outcome:
     rank, pid = _victim(run, draw)
-    freeze = lambda: os.kill(pid, signal.SIGSTOP)  # noqa: E731
-    return _restarted(run, "stop", rf"rank {rank} .*(frozen|stopped)", freeze, f"rank {rank}")
+    named = {"name": "restart", "cause_rank": rank, **cause}
+    return _restarted(run, fault, named, lambda: os.kill(pid, signum), f"rank {rank}")
 
 
 def _corrupt(run: DrilledRun, draw: random.Random) -> Outcome:
@@ -78,7 +78,7 @@ def _corrupt(run: DrilledRun, draw: random.Random) -> Outcome:
         os.kill(pid, signal.SIGKILL)
 
     _wait_for_two_checkpoints(run)
-    return _restarted(run, "corrupt", r"is damaged: .* set aside", harm, f"and rank {rank} killed")
+    return _restarted(run, "corrupt", {"name": "checkpoint damaged"}, harm, f"and rank {rank} killed")
 
 
 def _term(run: DrilledRun, draw: random.Random) -> Outcome:
@@ -86,12 +86,13 @@ def _term(run: DrilledRun, draw: random.Random) -> Outcome:
     before, began = run.step(), time.monotonic()
     codes = run.signal_launchers(draw.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)))
     noticed = time.monotonic() - began
-    stopped = run.said(r"stopped at step ([\d,]+), everything is saved", since=began)
+    status = RunFolder(run.run_dir).read_status()
+    back = time.monotonic()
     run.start()
-    going = run.wait_for(_GOING_ON, since=began)
+    resumed = run.wait_for("resumed", since=back)
     again = run.wait_for_steps(1, ranks=sum(run.shares))
-    lost = _number(stopped, 1) - _number(going, 1) if stopped and going else None
-    right = all(code == EXIT_STOPPED for code in codes) and stopped is not None
+    lost = status["step"] - resumed.facts["step"] if resumed else None
+    right = all(code == EXIT_STOPPED for code in codes) and status["state"] == "stopped"
     return Outcome("term", before, noticed, again and again - began, lost, right, f"exit codes {codes}")
 
 
@@ -101,14 +102,14 @@ def _disk(run: DrilledRun, draw: random.Random) -> Outcome:
     pids = [beat.pid for beat in run.beats().values()]
     for pid in pids:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
-    failed = run.wait_for(r"could not be saved to .* needed", since=began)
+    failed = run.wait_for("save failed", since=began)
     step = run.step()
     went_on = run.wait_for_steps(2) is not None and run.step() > step
     for pid in pids:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     mended = _wait_for_a_save(run, after_step=step)
     note = "saved again" if mended else "not saved again"
-    noticed = failed.said_s - began if failed else None
+    noticed = failed.heard_s - began if failed else None
     return Outcome("disk", before, noticed, 0.0 if went_on else None, 0, failed is not None and mended, note)
 
 
@@ -117,11 +118,11 @@ def _nan(run: DrilledRun, draw: random.Random) -> Outcome:
     rank, _ = _victim(run, draw)
     before, began = run.step(), time.monotonic()
     (run.folder / f"nan-{rank}").touch()
-    named = run.wait_for(r"not finite", since=began)
-    mended = run.wait_for(r"finite when computed again", since=began)
-    right = named is not None and f"rank {rank} " in named.text and mended is not None
-    noticed = named.said_s - began if named else None
-    return Outcome("nan", before, noticed, mended.said_s - began if mended else None, 0, right, f"rank {rank}")
+    named = run.wait_for("not finite", since=began)
+    mended = run.wait_for("computed again", since=began)
+    right = named is not None and named.facts["ranks"] == [rank] and mended is not None
+    noticed = named.heard_s - began if named else None
+    return Outcome("nan", before, noticed, mended.heard_s - began if mended else None, 0, right, f"rank {rank}")
 
 
 def _host(run: DrilledRun, draw: random.Random) -> Outcome:
@@ -132,41 +133,35 @@ def _host(run: DrilledRun, draw: random.Random) -> Outcome:
     assert launcher is not None
     launcher.kill()
     launcher.wait()
-    going = run.wait_for(_GOING_ON, since=began)
+    resumed = run.wait_for("resumed", since=began)
     alone = run.wait_for_steps(1, ranks=run.shares[1 - host], but=attempts)
     attempts = list(run.attempts().values())
     back = time.monotonic()
     run.start([host])
     both = run.wait_for_steps(1, ranks=sum(run.shares), but=attempts)
-    again = run.wait_for(_GOING_ON, since=back)
-    lost = max(0, before - _number(going, 1)) if going and again else None
+    again = run.wait_for("resumed", since=back)
+    lost = max(0, before - resumed.facts["step"]) if resumed and again else None
     note = f"host {host}; together again {both - back:.1f} s after it was started" if both else f"host {host} not back"
-    noticed = going.said_s - began if going else None
+    noticed = resumed.heard_s - began if resumed else None
     return Outcome("host", before, noticed, alone and alone - began, lost, alone is not None and both is not None, note)
 
 
-def _restarted(run: DrilledRun, fault: Fault, pattern: str, harm: Callable[[], None], note: str) -> Outcome:
-    """Do harm that ends in a restart of the ranks, which a message that matches `pattern` must explain."""
+def _restarted(run: DrilledRun, fault: Fault, named: dict[str, Any], harm: Callable[[], None], note: str) -> Outcome:
+    """Do harm that ends in a restart of the ranks, which an event with the name and values `named` must explain."""
     before, began, attempts = run.step(), time.monotonic(), list(run.attempts().values())
     harm()
-    named = run.wait_for(pattern, since=began)
+    event = run.wait_for(since=began, **named)
     again = run.wait_for_steps(1, ranks=sum(run.shares), but=attempts)
-    going = run.wait_for(_GOING_ON, since=began, within_s=5.0)  # it was said before; it may not have been read yet
-    lost = max(0, before - _number(going, 1)) if going else None
-    noticed = named.said_s - began if named else None
-    return Outcome(fault, before, noticed, again and again - began, lost, named is not None, note)
+    resumed = run.wait_for("resumed", since=began, within_s=5.0)  # it is over; it may not have been read yet
+    lost = max(0, before - resumed.facts["step"]) if resumed else None
+    noticed = event.heard_s - began if event else None
+    return Outcome(fault, before, noticed, again and again - began, lost, event is not None, note)
 
 
 def _victim(run: DrilledRun, draw: random.Random) -> tuple[int, int]:
     beats = run.beats()
     rank = draw.choice(sorted(beats))
     return rank, beats[rank].pid
-
-
-def _number(line: Line, group: int) -> int:
-    found = re.search(r"\(step ([\d,]+)\)|at step ([\d,]+)", line.text)
-    assert found is not None
-    return int((found.group(1) or found.group(2)).replace(",", ""))
 
 
 def _flip_a_bit(checkpoint: Path, draw: random.Random) -> None:

@@ -1,8 +1,12 @@
-"""The run that a drill breaks: its launchers, their ranks, what they say and how far they are."""
+"""The run that a drill breaks: its launchers, their ranks, their events and how far they are.
+
+Events come through a FIFO (`files.EVENTS`), at once and whatever the disk does; what is printed is only kept as a log.
+"""
 
 from __future__ import annotations
 
-import re
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,8 +15,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from drumline.elastic import Beat, newest_attempt, read_pulse
+from drumline.files import EVENTS
 from drumline.parallel import Attempt
 
 _TIED = "import os, sys, drumline.elastic; drumline.elastic.die_with_parent(); os.execv(sys.argv[1], sys.argv[1:])"
@@ -23,10 +29,16 @@ _PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
-class Line:
-    said_s: float
-    host: int
-    text: str
+class Event:
+    """What a process of the run published."""
+
+    heard_s: float
+    facts: Mapping[str, Any]
+
+    def matches(self, name: str, **wanted: Any) -> bool:
+        """Whether it is of this name and has these values; those of a cause may be given as cause_NAME."""
+        facts = {**self.facts, **{f"cause_{key}": value for key, value in self.facts.get("cause", {}).items()}}
+        return facts["event"] == name and all(facts.get(key) == value for key, value in wanted.items())
 
 
 class DrilledRun:
@@ -40,12 +52,19 @@ class DrilledRun:
         self.shares = [ranks // hosts + (host < ranks % hosts) for host in range(hosts)]
         """Ranks of each host."""
         self.launchers: list[subprocess.Popen[str] | None] = [None] * hosts
-        self.lines: list[Line] = []
+        self.events: list[Event] = []
         self.step_times: list[float] = []
         self.log = folder / "disturbed.log"
         self._log = self.log.open("w", encoding="utf-8")
+        self._fifo = folder / "events.fifo"
+        self._fifo.unlink(missing_ok=True)
+        os.mkfifo(self._fifo)
+        self._environ[EVENTS] = str(self._fifo)
 
     def __enter__(self) -> DrilledRun:
+        # For reading and writing: it does not end when the last of the run's processes does.
+        self._reading = os.open(self._fifo, os.O_RDWR)
+        threading.Thread(target=self._follow, args=(self._reading,), daemon=True).start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -53,7 +72,9 @@ class DrilledRun:
             if launcher is not None and launcher.poll() is None:
                 launcher.kill()  # its ranks die with it
                 launcher.wait()
+        os.write(self._reading, b"\n")  # an empty line ends the thread that reads
         self._log.close()
+        self._fifo.unlink(missing_ok=True)
 
     @property
     def run_dir(self) -> Path:
@@ -73,15 +94,21 @@ class DrilledRun:
                 text=True,
             )
             self.launchers[host] = launcher
-            threading.Thread(target=self._listen, args=(host, launcher), daemon=True).start()
+            threading.Thread(target=self._keep_log, args=(host, launcher), daemon=True).start()
 
-    def _listen(self, host: int, launcher: subprocess.Popen[str]) -> None:
+    def _keep_log(self, host: int, launcher: subprocess.Popen[str]) -> None:
         assert launcher.stdout is not None
         for text in launcher.stdout:
-            self.lines.append(Line(time.monotonic(), host, text.rstrip("\n")))
             if not self._log.closed:
                 self._log.write(f"{time.monotonic():.3f} {host}: {text}")
                 self._log.flush()
+
+    def _follow(self, descriptor: int) -> None:
+        with open(descriptor, encoding="utf-8") as lines:
+            for line in lines:
+                if line == "\n":
+                    return
+                self.events.append(Event(time.monotonic(), json.loads(line)))
 
     def attempts(self) -> dict[int, Attempt]:
         """The folder of each host's present attempt."""
@@ -103,18 +130,15 @@ class DrilledRun:
     def is_over(self) -> bool:
         return all(launcher is None or launcher.poll() is not None for launcher in self.launchers)
 
-    def said(self, pattern: str, *, since: float) -> Line | None:
-        """The first line after `since` that matches."""
-        return next((line for line in list(self.lines) if line.said_s >= since and re.search(pattern, line.text)), None)
-
-    def wait_for(self, pattern: str, *, since: float, within_s: float = _PATIENCE_S) -> Line | None:
-        limit = time.monotonic() + within_s
-        while time.monotonic() < limit:
-            if (line := self.said(pattern, since=since)) is not None:
-                return line
-            if self.is_over():
-                return self.said(pattern, since=since)
+    def wait_for(self, name: str, *, since: float, within_s: float = _PATIENCE_S, **wanted: Any) -> Event | None:
+        """The first event after `since` with this name and these values."""
+        limit, last_look = time.monotonic() + within_s, False
+        while not last_look:
+            last_look = time.monotonic() > limit or self.is_over()  # what was published before the end is still read
             time.sleep(_POLL_S)
+            for event in list(self.events):
+                if event.heard_s >= since and event.matches(name, **wanted):
+                    return event
         return None
 
     def wait_for_steps(self, number: int, *, ranks: int | None = None, but: Sequence[Attempt] = ()) -> float | None:

@@ -85,6 +85,8 @@ class Cause:
     """A line for each other rank."""
     place: str = ""
     """The function, file and line where a rank hangs."""
+    frozen: bool = False
+    """Whether a rank that hangs does not even run: stopped, or stuck in a call that never returns."""
 
     @property
     def line(self) -> str:
@@ -173,6 +175,7 @@ def hang_cause(
         trace="\n".join(f"rank {rank}:\n{_trimmed(stack)}" for rank, stack in stacks.items() if stack),
         others=tuple(_brief(other, stacks.get(other.rank, "")) for other in ends if other is not end),
         place=_awaited(end, stack) if all_wait else _innermost(stack),
+        frozen=stopped or hang.frozen,
     )
 
 

@@ -33,8 +33,8 @@ from drumline.elastic.diagnosis import Cause, End, blame, cause_of_another_host,
 from drumline.elastic.rank_process import Ranks, end_server, start_server
 from drumline.elastic.rendezvous import Meeting
 from drumline.elastic.watch import Beat, Hang, Stacks, Watch, read_pulse, read_run_dir
-from drumline.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError, RunLostError
-from drumline.files import RunFolder
+from drumline.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError, PeersLostError, RunLostError
+from drumline.files import RunFolder, publish
 from drumline.parallel import ATTEMPT, Attempt
 from drumline.signals import SHOW_STACKS, counting
 
@@ -281,8 +281,10 @@ class Supervisor(SimpleElasticAgent):
             cause = self._barren[0] if self._max_restarts is None else cause
             self._write_status("failed", cause)
             details = [*cause.details, *(f"log and status: {folder}" for folder in [self._run_dir()] if folder)]
-            raise RunLostError(cause.line + why, details=details, fix="start the same command again to go on")
+            lost_error = PeersLostError if cause.kind == "lost peer" else RunLostError
+            raise lost_error(cause.line + why, details=details, fix="start the same command again to go on")
         self._restarts += 1
+        publish({"event": "restart", "cause": cause.as_dict()})
         self._write_status("restarting", cause)
         frames = [line.strip() for line in cause.trace.splitlines() if line.lstrip().startswith("File ")]
         more = {"exception": frames[-1:], "hang": cause.details}.get(cause.kind, [])
@@ -361,7 +363,9 @@ def _scratch() -> Path:
 
 def newest_attempt(launcher_pid: int) -> Attempt | None:
     """The present attempt of a launcher on this host, for whoever watches it from outside."""
-    folders = [path for where in _SCRATCH for path in where.glob(f"drumline-{launcher_pid}-*/attempt-*")]
+    folders: list[Path] = []
+    with contextlib.suppress(FileNotFoundError):  # a launcher that ends removes them meanwhile
+        folders += [path for where in _SCRATCH for path in where.glob(f"drumline-{launcher_pid}-*/attempt-*")]
     return max(map(Attempt, folders), key=lambda attempt: attempt.number, default=None)
 
 

@@ -11,6 +11,7 @@ from drumline.lazy import public
 
 if TYPE_CHECKING:
     from drumline.files.disk import LineFile, Lock, PostponedError, file_sha256, flush, replace_text
+    from drumline.files.events import EVENTS, publish
     from drumline.files.journal import Journal
     from drumline.files.run_folder import CHECKPOINT_PREFIX, RunFolder, choose_folder
     from drumline.files.runs import run_folders, run_state, stored_config

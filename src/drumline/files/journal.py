@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from drumline.files.disk import LineFile
+from drumline.files.events import publish
 from drumline.files.run_folder import RunFolder
 
 Attempt = Callable[[str, Callable[[], object]], None]
@@ -26,6 +27,7 @@ class Journal:
     def event(self, name: str, /, **facts: Any) -> None:
         """Add a line to events.jsonl; if the disk refuses it, it is written with a later one."""
         if self._writes:
+            publish({"event": name, **facts})
             line = json.dumps({"event": name, **facts, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
             self._attempt(str(self._events.path), lambda: self._events.append(line))
 

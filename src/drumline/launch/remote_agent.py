@@ -2,8 +2,9 @@
 
 It is told what to run in one line of JSON on stdin, so that nothing of it, secrets least of all, stands in a command
 line or a log. Then a line TERM asks the command to stop, KILL ends it, and any other is a sign of life. When stdin
-closes, or stays silent too long because the link is cut, the command is asked to stop. It answers with lines on stdout
-that begin with MARK; all else there and on stderr is the command's. No torch here: it must be quick.
+closes, or stays silent too long because the connection is cut, the command is asked to stop. It answers with lines on
+stdout that begin with MARK, the last one with the exit code and the last error that the command told; all else there
+and on stderr is the command's. No torch here: it must be quick.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,8 @@ import psutil
 
 import drumline
 from drumline.elastic import die_with_parent
-from drumline.errors import EXIT_INTERRUPTED, EXIT_USER
+from drumline.errors import EXIT_INTERRUPTED, EXIT_USER, DrumlineError
+from drumline.files import EVENTS
 from drumline.signals import counting
 
 MARK = "\x1edrumline "
@@ -53,26 +57,57 @@ def main() -> int:
     _adopt_orphans()
     with counting() as asked:
         answer({"started": True})
-        code = _run(order, rest, asked)
-        answer({"code": code})
+        with _events_file() as events:
+            code = _run(order, rest, asked, events)
+            error = _last_error(events)
+        answer({"code": code, "error": error} if error else {"code": code})
     return code
 
 
-def _run(order: dict[str, Any], rest: bytes, asked: list[int]) -> int:
+@contextlib.contextmanager
+def _events_file() -> Iterator[str]:
+    """A file for the command's events; empty if there is no room for one, which is no reason not to run."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="drumline-agent-", ignore_cleanup_errors=True)
+        events = Path(folder.name) / "events"
+        events.touch()
+    except OSError:
+        yield ""
+        return
+    with folder:
+        yield str(events)
+
+
+def _last_error(events: str) -> dict[str, Any] | None:
+    """The last error that the command told people, and how many seconds ago."""
+    error = None
+    with contextlib.suppress(OSError):
+        for line in Path(events or os.devnull).read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):  # the end of one that a full disk cut short
+                event = json.loads(line)
+                error = event if event["event"] == "error" else error
+    return error and {**error, "ago_s": time.time() - error["time"]}
+
+
+def _run(order: dict[str, Any], rest: bytes, asked: list[int], events: str) -> int:
     """Start the command and see it to its end."""
+    os.environ |= {**order["environ"], EVENTS: events}
     try:
         process = subprocess.Popen(
             order["argv"],
             cwd=order["cwd"],
-            env={**os.environ, **order["environ"]},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=die_with_parent,  # noqa: PLW1509  (there are no threads)
         )
     except OSError as error:
-        sys.stderr.write(
-            f"error: cannot start {order['argv'][0]} in {order['cwd']}: {error.strerror}\n"
-            "  fix: give a --python and a --workdir that are there on every host\n"
+        from drumline.report import tell
+
+        tell(
+            DrumlineError(
+                f"cannot start {order['argv'][0]} in {order['cwd']}: {error.strerror}",
+                fix="give a --python and a --workdir that are there on every host",
+            )
         )
         return EXIT_USER
     return watch(process, asked, rest, silent_s=order["silent_s"])

@@ -1,7 +1,7 @@
 """Start one run on several hosts over SSH: what is run on each, what they are given, and how it ended.
 
-Each host runs the elastic launcher that `drumline train --nnodes` is anyway, inside a far end (`far_end`) that ends it
-when this process wants it or is gone.
+Each host runs the elastic launcher that `drumline train --nnodes` is anyway, under a remote agent that ends it when
+this process wants it or is gone, and that sends back its exit code and its last error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from drumline.errors import (
     EXIT_CODES,
@@ -20,6 +22,8 @@ from drumline.errors import (
     EXIT_USAGE,
     EXIT_USER,
     DrumlineError,
+    PeersLostError,
+    RunLostError,
 )
 from drumline.launch.hosts_file import RemoteHost
 from drumline.launch.ssh_checks import ready, why_no_answer
@@ -27,13 +31,12 @@ from drumline.launch.ssh_plan import Plan
 from drumline.launch.ssh_sessions import Line, Session, Show, follow
 from drumline.report import tell
 
+# ssh has one exit code for everything: its words are all there is to quote.
 _SSH_SAYS = re.compile(r"ssh: |Timeout, server|Connection (to|closed|reset)|client_loop: ")
 _LAST_LINES = 20
 _GRAVITY = (EXIT_USER, EXIT_USAGE, EXIT_FAILED, EXIT_STOPPED, EXIT_INTERRUPTED, 0)
 """How a run ended whose hosts ended differently: the first of these that one of them ended with."""
 _ENDED = {EXIT_STOPPED: "stopped, and everything is saved", EXIT_INTERRUPTED: "interrupted"}
-_LOST_PEER = "lost the other ranks:"
-"""As `causes` puts it when a rank died of another one's death."""
 
 
 def launch(plan: Plan, *, checks: bool) -> int:
@@ -62,7 +65,7 @@ def outcome(sessions: Sequence[Session], plan: Plan, *, stops: int) -> tuple[int
     if code in (0, EXIT_STOPPED, EXIT_INTERRUPTED):
         return code, None
     causes = [_cause(session, plan) for session, its in codes.items() if its == code]
-    return code, min(causes, key=lambda found: (_LOST_PEER in found[2].problem, found[0], found[1]))[2]
+    return code, min(causes, key=lambda cause: cause.order).error
 
 
 def _code(session: Session, *, asked: bool) -> int:
@@ -73,57 +76,62 @@ def _code(session: Session, *, asked: bool) -> int:
     return EXIT_FAILED if "started" in session.answers else EXIT_USER
 
 
-def _cause(session: Session, plan: Plan) -> tuple[bool, float, DrumlineError]:
-    """Whether a host ended without a word on why, when it said so, by the clock here, and what went wrong.
+@dataclass(frozen=True)
+class _Cause:
+    """Why one host failed."""
 
-    A mistake that all hosts make is told by one of them: the others say nothing, whatever they said before.
-    """
-    name, lines = session.host.name, [line for line in session.lines if line.stream == "stderr"]
+    error: DrumlineError
+    said_s: float
+    """When it said so, by the clock here."""
+    is_consequence: bool = False
+    """Its ranks only lost those of another host."""
+    is_unexplained: bool = False
+    """A mistake that all hosts make is told by one of them: the others end without a word on why."""
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """The smallest is the first cause."""
+        return self.is_consequence, self.is_unexplained, self.said_s
+
+
+def _cause(session: Session, plan: Plan) -> _Cause:
+    ended_s, lines = session.ended_s or 0.0, [line for line in session.lines if line.stream == "stderr"]
     if session.code is None:
-        return False, session.ended_s or 0.0, _lost(session, plan, [line.text for line in lines])
-    starts = [number for number, line in enumerate(lines) if line.text.startswith("error: ")]
-    if starts:
-        return False, lines[starts[-1]].heard_s, _error(name, [line.text for line in lines[starts[-1] :]])
+        return _Cause(_lost(session, plan, [line.text for line in lines]), ended_s)
+    if session.error is not None:
+        is_consequence = session.error["code"] == PeersLostError.code
+        return _Cause(_as_told(session.host.name, session.error), ended_s - session.error["ago_s"], is_consequence)
+    # Not one of drumline's errors: what there is to show is a traceback, or else the last lines.
     starts = [number for number, line in enumerate(lines) if line.text.startswith("Traceback (")]
     last = lines[starts[-1] :] if starts else lines[-_LAST_LINES:]
     killed = session.code - 128 in signal.valid_signals()
+    name = session.host.name
     how = (
         f"was ended by {signal.Signals(session.code - 128).name}" if killed else f"ended with exit code {session.code}"
     )
-    return (
-        not (starts or killed),
-        last[0].heard_s if last else session.ended_s or 0.0,
-        DrumlineError(
-            f"{name}: drumline {how}",
-            details=[line.text for line in last],
-            fix="start the same command again to go on" if killed else f"see what {name} said above",
-        ),
+    error = DrumlineError(
+        f"{name}: drumline {how}",
+        details=[line.text for line in last],
+        fix="start the same command again to go on" if killed else f"see what {name} said above",
     )
+    return _Cause(error, last[0].heard_s if last else ended_s, is_unexplained=not (starts or killed))
 
 
 def _lost(session: Session, plan: Plan, said: Sequence[str]) -> DrumlineError:
-    """Why there is no end to a host's story."""
+    """Why a host's exit code is not known."""
     if "started" not in session.answers:
-        found = why_no_answer(session, plan)
-        return DrumlineError(f"{session.host.name}: {found.what}", fix=found.fix)
+        finding = why_no_answer(session, plan)
+        return DrumlineError(f"{session.host.name}: {finding.what}", fix=finding.fix)
     last = next((f": {text.strip()}" for text in reversed(said) if _SSH_SAYS.match(text)), "")
     fix = "see that the host is there, and start the same command again to go on"
     return DrumlineError(f"the connection to {session.host.name} was lost{last}", fix=fix)
 
 
-def _error(name: str, lines: Sequence[str]) -> DrumlineError:
-    """A host's own error, as `records.tell` wrote it."""
-    problem = lines[0].removeprefix("error: ")
-    details = []
-    fix = "start the same command again to go on"
-    for line in lines[1:]:
-        if line.startswith("  fix: "):
-            fix = line.removeprefix("  fix: ")
-            break
-        if line.startswith("  "):
-            details.append(line[2:])
-    # What a supervisor says of a rank names the rank's host itself, which may not be the one that says it.
-    return DrumlineError(problem if problem.startswith("rank ") else f"{name}: {problem}", details=details, fix=fix)
+def _as_told(name: str, error: Mapping[str, Any]) -> DrumlineError:
+    """A host's own error. What a supervisor says of a rank names its host, which may not be the one that says it."""
+    names_host = error["code"] in (RunLostError.code, PeersLostError.code)
+    problem = error["problem"] if names_host else f"{name}: {error['problem']}"
+    return DrumlineError(problem, details=error["details"], fix=error["fix"])
 
 
 def _prefixed(hosts: Sequence[RemoteHost]) -> Show:

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from drumline.doctor import Finding, worst
+from drumline.doctor import UNWRITABLE, Finding, worst
 from drumline.errors import EXIT_INTERRUPTED, EXIT_USER, DrumlineError
 from drumline.launch.ssh_plan import Plan
 from drumline.launch.ssh_sessions import Session, follow
 from drumline.network import Endpoint, is_loopback
+from drumline.parallel import odd_ones
 from drumline.report import tell
 
 _LIMIT_S = 120.0
@@ -77,9 +78,8 @@ def doctors_findings(session: Session, plan: Plan) -> list[Finding]:
         if session.code is None:
             what = f"its checks did not end within {_LIMIT_S:.0f} s"
         else:
-            said = _errors(session)
-            errors = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
-            what = f"its checks gave no report: {(errors or said or [f'exit code {session.code}'])[-1]}"
+            errors = [session.error["problem"]] if session.error else _errors(session)
+            what = f"its checks gave no report: {(errors or [f'exit code {session.code}'])[-1]}"
         fix = plan.by_hand(
             session.host, f"cd {shlex.quote(plan.workdir)} && {shlex.quote(plan.python)} -m drumline doctor --quick"
         )
@@ -89,14 +89,14 @@ def doctors_findings(session: Session, plan: Plan) -> list[Finding]:
 
 def _among_hosts(finding: Finding, session: Session, plan: Plan) -> Finding:
     """Only the first host must be able to write the run folder."""
-    spared = finding.check == "disk" and finding.state == "failed" and session.host != plan.hosts[0]
+    spared = finding.code == UNWRITABLE and session.host != plan.hosts[0]
     return replace(finding, state="warning") if spared else finding
 
 
 def why_no_answer(session: Session, plan: Plan) -> Finding:
     """What kept ssh, or Python at the other end, from answering."""
     host, said = session.host, _errors(session)
-    text = "\n".join(said)
+    text = "\n".join(said)  # ssh has one exit code for everything: its words are all there is to go by
     by_hand = plan.by_hand(host, "true")
     install = plan.by_hand(host, f"cd CHECKOUT && {shlex.quote(plan.python)} -m {_INSTALL}")
     causes = {
@@ -132,16 +132,16 @@ def why_no_answer(session: Session, plan: Plan) -> Finding:
 
 
 def compare_versions(sessions: Sequence[Session], plan: Plan) -> list[Finding]:
-    """Hosts whose versions are not those of the first one that answered."""
-    answered = [session for session in sessions if "versions" in session.answers]
+    """Hosts whose versions are not those that most have."""
+    answered = {session.host.name: session for session in sessions if "versions" in session.answers}
     findings = []
-    for session in answered:
-        first, wanted = answered[0].host, answered[0].answers["versions"]
-        for package, version in session.answers["versions"].items():
-            if version != wanted[package]:
-                what = f"{package} is {version} there, and {wanted[package]} on {first.name}"
-                fix = _install(package, wanted[package], session, plan)
-                findings.append(Finding("versions", "failed", what, fix, session.host.name))
+    for package in next(iter(answered.values())).answers["versions"] if answered else ():
+        versions = {name: session.answers["versions"][package] for name, session in answered.items()}
+        wanted, odd = odd_ones(versions)
+        first = next(name for name in versions if name not in odd)
+        for name in odd:
+            what = f"{package} is {versions[name]} there, and {wanted} on {first}"
+            findings.append(Finding("versions", "failed", what, _install(package, wanted, answered[name], plan), name))
     return findings
 
 
@@ -168,9 +168,7 @@ def say(findings: Sequence[Finding], *, all_hosts: int) -> None:
     """Two lines for each, those that several hosts have alike only once."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     for finding in findings:
-        joint = " " if finding.what.startswith("is ") else ": "  # as findings about variables do
-        sentence = f"{finding.check}{joint}{finding.what}"
-        alike.setdefault((finding.state, sentence, finding.fix), []).append(finding.host)
+        alike.setdefault((finding.state, finding.sentence, finding.fix), []).append(finding.host)
     for (state, what, fix), names in alike.items():
         who = "all hosts" if len(names) == all_hosts > 1 else ", ".join(names)
         if state == "failed":

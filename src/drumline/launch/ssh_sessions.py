@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
@@ -26,7 +26,7 @@ _BEAT_S, _POLL_S, _FOLLOW_S, _LEAVE_S, _DRAIN_S = 5.0, 0.1, 5.0, 5.0, 1.0
 it is killed; and what ssh said to arrive once it has ended."""
 _KEPT_LINES = 2000
 _LONGEST_BYTES = 65536
-"""What is longer is a line, whether it has ended or not."""
+"""What is longer is a line, whether it has ended or not; an answer of the remote agent is always whole."""
 # A progress bar goes back to where its line began and writes it anew: each of them is a line.
 _LINE_ENDS = re.compile(rb"\r*\n(?:\r+(?=[^\r\n]))?|\r+(?=[^\r\n])")
 
@@ -45,12 +45,12 @@ Show = Callable[[RemoteHost, Line], None]
 
 
 class Session:
-    """A host's far end, seen from here."""
+    """A host's remote agent, seen from here."""
 
     def __init__(self, host: RemoteHost, command: Sequence[str], order: dict[str, Any]) -> None:
         self.host = host
         self.answers: dict[str, Any] = {}
-        """What the far end told, all together; without a code it never came to its end."""
+        """All that the remote agent answered; without a code it never came to its end."""
         self.lines: deque[Line] = deque(maxlen=_KEPT_LINES)
         self.ended_s: float | None = None
         pipe = subprocess.PIPE
@@ -74,13 +74,18 @@ class Session:
         return self.answers.get("code")
 
     @property
+    def error(self) -> Mapping[str, Any] | None:
+        """The last error that the command told, as DrumlineError.as_dict, with ago_s: how long before its end."""
+        return self.answers.get("error")
+
+    @property
     def pipes(self) -> Iterator[tuple[Stream, IO[bytes]]]:
         assert self._process.stdout is not None and self._process.stderr is not None
         yield "stdout", self._process.stdout
         yield "stderr", self._process.stderr
 
     def send(self, word: str) -> None:
-        """One line to the far end, now or when `follow` sees that it takes more."""
+        """One line to the remote agent, now or when `follow` sees that it takes more."""
         self._unsent += word.encode() + b"\n"
         self.send_rest()
 
@@ -98,7 +103,7 @@ class Session:
         """Whether more may come, and what did, in whole lines; half a line at the end counts as one."""
         chunk = os.read(pipe.fileno(), 65536)
         *whole, half = _LINE_ENDS.split((self._half.pop(stream, b"") + chunk).lstrip(b"\r"))
-        if chunk and len(half) <= _LONGEST_BYTES:
+        if chunk and (len(half) <= _LONGEST_BYTES or MARK.encode() in half):
             self._half[stream] = half
         elif half:
             whole.append(half)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import platform
 import socket
-from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +14,7 @@ import drumline
 from drumline.config import TrainConfig, names_with
 from drumline.errors import DrumlineError
 from drumline.parallel.heartbeat import waiting_for
+from drumline.parallel.majority import odd_ones
 from drumline.parallel.world import World
 
 
@@ -53,11 +53,11 @@ def compare(world: World, facts: dict[str, Any]) -> None:
         return
     rows, odd_hosts = [], set()
     for name in differing:
-        usual = Counter(each[name] for each in everyone).most_common(1)[0][0]
-        for rank, each in enumerate(everyone):
-            if each[name] != usual:
-                rows.append(f"rank {rank} on {each['host']}: {name} {each[name]} (others: {usual})")
-                odd_hosts.add(each["host"])
+        usual, odd = odd_ones({rank: each[name] for rank, each in enumerate(everyone)})
+        for rank in odd:
+            host = everyone[rank]["host"]
+            rows.append(f"rank {rank} on {host}: {name} {everyone[rank][name]} (others: {usual})")
+            odd_hosts.add(host)
     raise DisagreementError(
         f"the ranks would not train the same run: they differ in {', '.join(differing)}",
         fix=f"make {', '.join(sorted(odd_hosts))} like the others: same versions, flags and data on every host",

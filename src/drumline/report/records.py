@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from drumline.errors import DrumlineError
-from drumline.files import LineFile, PostponedError
+from drumline.files import LineFile, PostponedError, publish
 from drumline.units import count, duration
 
 Record = dict[str, Any]
@@ -142,6 +142,7 @@ def tell(error: DrumlineError) -> None:
     if not error.told:
         lines = [f"error: {' '.join(error.problem.split())}", *(f"  {line}" for line in error.details)]
         _to_stderr("\n".join([*lines, f"  fix: {' '.join(error.fix.split())}"]))
+        publish({"event": "error", "time": time.time(), **error.as_dict()})
 
 
 def flush_console() -> None:

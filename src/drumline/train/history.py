@@ -59,6 +59,8 @@ class History:
         state = self._restore(self._resume_from)
         step = state.step if state else 0
         self._detours = state.detours if state else []
+        if state:
+            self._journal.event("resumed", step=step)
         if self._world.on_main(self._folder.checkpoint(step).exists):
             self._saver.saved_step = step
         elif self._resume_from != "auto" or (step == 0 and self._guard.rules.may_go_back):

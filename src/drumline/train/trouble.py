@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import math
 import socket
-from collections import Counter
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -16,7 +15,7 @@ from torch import nn
 
 from drumline.checkpoint import weights
 from drumline.errors import TrainingError
-from drumline.parallel import World, waiting_for
+from drumline.parallel import World, odd_ones, waiting_for
 from drumline.train.guard import Guard, ReplicaDriftError, Verdict
 from drumline.train.step import StepResult
 
@@ -48,10 +47,17 @@ def _not_finite(guard: Guard, step: int, data_step: int, result: StepResult, rol
     if not guard.tried_again:
         # A step is a function of its data: computed again it gives the same, unless memory or a chip erred.
         guard.tried_again = True
-        where, documents = _culprits(guard, data_step, result)
+        ranks, where, documents = _culprits(guard, data_step, result)
         guard.tell(
             f"warning: step {step + 1:,}: {what}: not finite {where}; computing it again; documents: {documents}",
-            {"event": "not finite", "step": step + 1, "where": where, "documents": documents, "what": what},
+            {
+                "event": "not finite",
+                "step": step + 1,
+                "ranks": ranks,
+                "where": where,
+                "documents": documents,
+                "what": what,
+            },
         )
         return Verdict.AGAIN
     guard.tried_again = False
@@ -82,7 +88,7 @@ def _give_up(guard: Guard, step: int, what: str, data_step: int) -> TrainingErro
     )
 
 
-def _culprits(guard: Guard, data_step: int, result: StepResult) -> tuple[str, str]:
+def _culprits(guard: Guard, data_step: int, result: StepResult) -> tuple[list[int], str, str]:
     """Whose loss it was, and the documents of their micro-batches; every rank asks at the same point."""
     world, batches = guard.world, guard.batches
     finite = math.isfinite(result.own_loss)
@@ -92,9 +98,10 @@ def _culprits(guard: Guard, data_step: int, result: StepResult) -> tuple[str, st
         ranks = world.gather([socket.gethostname(), finite, names])
     guilty = [(rank, host, named) for rank, (host, fine, named) in enumerate(ranks) if not fine]
     if not guilty:
-        return "in the gradient, though each rank's loss is finite", _shown(batches.names(data_step))
+        return [], "in the gradient, though each rank's loss is finite", _shown(batches.names(data_step))
     where = "on " + ", ".join(f"rank {rank} ({host})" for rank, host, _ in guilty)
-    return where, _shown(list(dict.fromkeys(name for _, _, named in guilty for name in named)))
+    documents = list(dict.fromkeys(name for _, _, named in guilty for name in named))
+    return [rank for rank, _, _ in guilty], where, _shown(documents)
 
 
 def _shown(names: list[str]) -> str:
@@ -107,10 +114,10 @@ def compare_replicas(model: nn.Module, world: World, step: int, *, tell: Callabl
     own = replica_digest(model)
     with waiting_for("the comparison of the weights"):
         digests = world.gather([socket.gethostname(), own])
-    usual, agreeing = Counter(digest for _, digest in digests).most_common(1)[0]
-    odd = [f"rank {rank} on {host}" for rank, (host, digest) in enumerate(digests) if digest != usual]
-    if not odd:
+    ranks = odd_ones({rank: digest for rank, (_, digest) in enumerate(digests)})[1]
+    if not ranks:
         return
+    odd, agreeing = [f"rank {rank} on {digests[rank][0]}" for rank in ranks], len(digests) - len(ranks)
     if agreeing * 2 > len(digests):
         problem = f"{', '.join(odd)} has other weights than the {agreeing} other ranks at step {step:,}"
     else:  # with two ranks nobody knows which of them erred

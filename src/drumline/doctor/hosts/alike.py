@@ -5,11 +5,11 @@ Pure: no socket, no clock, no machine.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from drumline.doctor.finding import Finding
 from drumline.doctor.hosts.report import BY_MANIFEST, BY_NAME, DIGEST_LETTERS, HostFacts, is_digest, label
+from drumline.parallel import odd_ones
 
 _NO_GPU = "none"
 """What a host without a GPU that torch can use says of its NCCL."""
@@ -18,25 +18,24 @@ _NO_GPU = "none"
 def compare_versions(hosts: Sequence[HostFacts]) -> list[Finding]:
     """The hosts whose versions are not the usual ones."""
     names = {facts.number: label(facts, hosts) for facts in hosts}
-    torch = _usual({facts.number: facts.versions.get("torch", "") for facts in hosts})
-    odd_torch = {facts.number for facts in hosts if facts.versions.get("torch", "") != torch}
-    found: list[Finding] = []
+    torch, odd_torch = odd_ones({facts.number: facts.versions.get("torch", "") for facts in hosts})
+    lacking: list[Finding] = []
+    odd: list[Finding] = []
     for name in ("drumline", "python", "torch", "cuda", "nccl"):
         values = {facts.number: facts.versions[name] for facts in hosts if name in facts.versions}
         if name in ("cuda", "nccl"):  # they come with torch
             values = {number: value for number, value in values.items() if number not in odd_torch}
         if name == "nccl":
-            found += _without_gpu(values, names)
+            lacking += _without_gpu(values, names)
             values = {number: value for number, value in values.items() if value != _NO_GPU}
-        usual = _usual(values)
-        for number, value in values.items():
-            if value != usual:
-                what = f"{names[number]} has {name} {value}, the others {usual}"
-                found.append(Finding("versions", "failed", what, _install(name, usual, torch), names[number]))
-    if not any(finding.check == "versions" for finding in found):
+        usual, numbers = odd_ones(values) if values else ("", [])
+        for number in numbers:
+            what = f"{names[number]} has {name} {values[number]}, the others {usual}"
+            odd.append(Finding("versions", "failed", what, _install(name, usual, torch), names[number]))
+    if not odd:
         some = hosts[0].versions
-        found.append(Finding("versions", "ok", ", ".join(f"{name} {value}" for name, value in some.items())))
-    return found
+        odd.append(Finding("versions", "ok", ", ".join(f"{name} {value}" for name, value in some.items())))
+    return [*lacking, *odd]
 
 
 def _without_gpu(values: Mapping[int, str], names: Mapping[int, str]) -> list[Finding]:
@@ -69,28 +68,26 @@ def compare_data(hosts: Sequence[HostFacts], data: Mapping[int, Mapping[str, str
     """
     by_number = {facts.number: facts for facts in hosts if facts.number in data}
     labels = {number: label(facts, hosts) for number, facts in by_number.items()}
-    found, alike = list[Finding](), list[str]()
-    for name in dict.fromkeys(name for told in data.values() for name in told):
+    findings, alike = list[Finding](), list[str]()
+    for name in dict.fromkeys(name for files in data.values() for name in files):
         values = {number: data[number].get(name, "missing") for number in by_number}
-        usual = _usual(values)
+        usual, odd = odd_ones(values)
         pattern = next(number for number, value in values.items() if value == usual)
         top = name.partition("/")[0]
         there = by_number[pattern].data_paths.get(top, top)
-        if len(set(values.values())) == 1:
-            if is_digest(usual):
-                alike.append(usual)
-            else:
-                found.append(Finding("data", "failed", f"{name} is {usual} on every host", f"ls -l {there}"))
-        for number, value in values.items():
-            if value != usual:
-                what = f"{name} of {labels[number]} is {_brief(value)}, of {labels[pattern]} {_brief(usual)}"
-                here = by_number[number].data_paths.get(top, top)
-                fix = f"rsync -a {by_number[pattern].host}:{there} {here.removesuffix(top) or './'}"
-                found.append(Finding("data", "failed", what, fix, labels[number]))
-    return found or ([Finding("data", "ok", _told_alike(alike))] if alike else [])
+        if not odd and is_digest(usual):
+            alike.append(usual)
+        elif not odd:
+            findings.append(Finding("data", "failed", f"{name} is {usual} on every host", f"ls -l {there}"))
+        for number in odd:
+            what = f"{name} of {labels[number]} is {_brief(values[number])}, of {labels[pattern]} {_brief(usual)}"
+            here = by_number[number].data_paths.get(top, top)
+            fix = f"rsync -a {by_number[pattern].host}:{there} {here.removesuffix(top) or './'}"
+            findings.append(Finding("data", "failed", what, fix, labels[number]))
+    return findings or ([Finding("data", "ok", _how_alike(alike))] if alike else [])
 
 
-def _told_alike(digests: Sequence[str]) -> str:
+def _how_alike(digests: Sequence[str]) -> str:
     """How many are alike, and by what they were compared."""
     folders = sum(digest.endswith(BY_NAME) for digest in digests)
     tokens = sum(digest.endswith(BY_MANIFEST) for digest in digests)
@@ -105,12 +102,6 @@ def _told_alike(digests: Sequence[str]) -> str:
         if count
     ]
     return f"on all hosts {', '.join(parts)}"
-
-
-def _usual(values: Mapping[int, str]) -> str:
-    """What most have; the first host's where none is more frequent."""
-    counts = Counter(values.values())
-    return max(values.values(), key=lambda value: (counts[value], value == values[min(values)]), default="")
 
 
 def _brief(value: str) -> str:

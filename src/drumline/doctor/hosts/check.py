@@ -70,6 +70,8 @@ class _Check:
         self._gathering = gathering
         self._say = say
         self._patience_s = patience_s
+        self._silent: set[int] = set()
+        """Hosts that came and then stopped answering; only the first host, which asks all, knows of them."""
         self._messenger = Messenger(meet(gathering, patience_s=patience_s, say=say), gathering.address)
 
     def run(self, data: Sequence[Path], *, collectives: bool, clock: Callable[[], float]) -> HostsReport:
@@ -87,8 +89,7 @@ class _Check:
             told, links = self._reduce_together(own, hosts)
             findings += told
         names = {each.number: label(each, hosts) for each in hosts}
-        silent = {finding.host for finding in findings if finding.check == "meeting"}
-        self._part(own, [number for number, name in names.items() if name not in silent])
+        self._part(own, [number for number in names if number not in self._silent])
         return HostsReport(tuple(findings), tuple(links), names, tells=self._gathering.leads)
 
     def _number(self) -> int:
@@ -178,8 +179,7 @@ class _Check:
         sights = [Sight(**sight) for each in told.values() for sight in each]
         about_data = self._judge_data([each for each in hosts if each.number in told], until + _hashing_s(hosts))
         findings = [*silent, *judge(hosts, sights), *about_data]
-        all_answer = not any(finding.check == "meeting" for finding in findings)
-        fit = all_answer and not any(sight.why or sight.stalled for sight in sights)
+        fit = not self._silent and not any(sight.why or sight.stalled for sight in sights)
         self._messenger.post("verdict", {"findings": [finding.as_dict() for finding in findings], "fit": fit})
         return findings, fit
 
@@ -262,6 +262,7 @@ class _Check:
                 what = f"{name} came, and then stopped answering{f' while {doing}' if doing else ''}"
                 fix = f"ping -c 3 {next(iter(each.addresses), each.host)}"
                 silent.append(Finding("meeting", "failed", what, fix, name))
+                self._silent.add(each.number)
         return told, silent
 
     def _from_leader(self, key: str, *, until: float) -> Any:

@@ -14,6 +14,7 @@ from drumline.doctor.finding import Finding
 from drumline.doctor.hosts.alike import compare_versions
 from drumline.doctor.hosts.report import HostFacts, Sight, label
 from drumline.network import Card, card_of, is_loopback
+from drumline.parallel import odd_ones
 
 _SKEW_S = 1.0
 """Torch's rendezvous takes a host for dead that is a few seconds off."""
@@ -271,11 +272,13 @@ def _latency(view: _View) -> list[Finding]:
 def _cards(view: _View) -> list[Finding]:
     """The cards that traffic takes: told, and compared."""
     used = {number: card for number in view.hosts if (card := view.card(number)) is not None}
+    if not used:
+        return []
     found = []
-    usual = Counter(card.mtu for card in used.values())
-    # Of two hosts with different ones neither is usual: the smaller works for both.
-    mtu = max(usual, key=lambda each: (usual[each], -each), default=0)
-    speed = max((card.speed_mbit for card in used.values()), default=0)
+    # Of two hosts with different ones neither is usual: the smaller works for both, so it comes first.
+    by_mtu = sorted(used, key=lambda number: used[number].mtu)
+    mtu, _ = odd_ones({number: used[number].mtu for number in by_mtu})
+    speed = max(card.speed_mbit for card in used.values())
     for number, card in used.items():
         name = view.name[number]
         if card.mtu != mtu:
@@ -294,7 +297,7 @@ def _cards(view: _View) -> list[Finding]:
         f"{name} (mtu {mtu}) on {view.names(n for n, card in used.items() if (card.name, card.mtu) == (name, mtu))}"
         for name, mtu in kinds
     ]
-    return [*found, Finding("card", "ok", f"traffic takes {', '.join(shown)}")] if used else found
+    return [*found, Finding("card", "ok", f"traffic takes {', '.join(shown)}")]
 
 
 def _clocks(view: _View) -> list[Finding]:
