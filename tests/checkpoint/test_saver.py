@@ -36,8 +36,8 @@ from drumline.units import count
 
 
 def world_of(rank: int, size: int, meeting: Path) -> World:
-    store = FileStore(str(meeting), size) if size > 1 else None
-    return Group(Place(rank=rank, size=size, local_rank=rank), torch.device("cpu"), store)
+    place, device = Place(rank=rank, size=size, local_rank=rank), torch.device("cpu")
+    return Group(place, device, FileStore(str(meeting), size)) if size > 1 else World(place, device)
 
 
 def forked(size: int, work: Callable[[int], None]) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from helpers.gated import gated
-from helpers.saved import saver_of, state, trained
+from helpers.saved import ALONE, saver_of, state, trained
 from helpers.small import small
 
 from drumline.checkpoint import resuming
@@ -191,6 +191,18 @@ def test_the_memory_of_a_run_that_was_deleted_is_given_back_by_the_next_one(memo
     held._lock.close()
     Snapshots.of(living).forget_others()
     assert not held.folder.exists() and Snapshots.of(living).newest(warn=print) is not None
+
+
+def test_a_run_that_takes_no_snapshots_and_has_left_none_does_without_them(memory: Path, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    assert resuming.find_snapshots(run, ALONE, takes=False) is None
+    assert not resuming.has_begun("auto", run, ALONE, None) and resuming.has_begun("4", run, ALONE, None)
+    snapshots = resuming.find_snapshots(run, ALONE, takes=True)
+    assert snapshots is not None
+    keep(snapshots, 1)
+    left = resuming.find_snapshots(RunFolder(run.path), ALONE, takes=False)
+    assert left is not None and left.folder == snapshots.folder and resuming.has_begun("auto", run, ALONE, left)
 
 
 def test_room_can_be_measured_while_another_launcher_replaces_its_snapshots(tmp_path: Path) -> None:

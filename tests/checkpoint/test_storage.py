@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from drumline.checkpoint.storage import _DTYPES, read_tensors, stored_shapes, write_tensors
+from drumline.checkpoint.restoring import read_tensors, stored_shapes
+from drumline.checkpoint.storage import DTYPES, write_tensors
 from drumline.errors import CheckpointError
 from drumline.files.disk import file_sha256
 
@@ -19,7 +20,7 @@ def test_tensors_of_every_type_and_shape_come_back_bit_by_bit(tmp_path: Path) ->
     torch.manual_seed(0)
     bits = torch.randint(256, (3 * 5 * 8,), dtype=torch.uint8)
     tensors = {
-        str(dtype).removeprefix("torch."): bits.view(dtype) if dtype != torch.bool else bits > 99 for dtype in _DTYPES
+        str(dtype).removeprefix("torch."): bits.view(dtype) if dtype != torch.bool else bits > 99 for dtype in DTYPES
     }
     tensors |= {
         "scalar": torch.tensor(3.5),

@@ -11,7 +11,7 @@ from drumline.files.run_folder import RunFolder
 
 SOURCE = Path(drumline.__file__).parent
 ELSEWHERE = {
-    "data/manifest.py": {"tokenizer.json"},  # of prepared data
+    "data/tokens.py": {"tokenizer.json"},  # of prepared data
     "checkpoint/snapshots.py": {".lock"},  # of snapshots, which are not in the run's folder
 }
 NAMES = {path.name for path in vars(RunFolder(Path("run"))).values() if isinstance(path, Path)} - {"run", "tensorboard"}

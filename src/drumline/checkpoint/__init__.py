@@ -19,8 +19,8 @@ if TYPE_CHECKING:
         prune_checkpoints,
         verify_checkpoints,
     )
-    from drumline.checkpoint.restoring import load
-    from drumline.checkpoint.resuming import check_resume, find_snapshots, resume, what_to_resume
+    from drumline.checkpoint.restoring import load, resume
+    from drumline.checkpoint.resuming import check_resume, find_snapshots, has_begun, what_to_resume
     from drumline.checkpoint.retention import Retention
     from drumline.checkpoint.saver import Saver
     from drumline.checkpoint.snapshots import Snapshots

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from drumline.checkpoint.checkpoints import FORMAT, Checkpoint, RunState
-from drumline.checkpoint.storage import kind_of, read_tensors, stored_shapes
+from drumline.checkpoint.restoring import SINGLE_FILE, read_tensors, stored_shapes
+from drumline.checkpoint.storage import kind_of
 from drumline.errors import CheckpointError
 from drumline.files import flush
-
-SINGLE_FILE = ".pt"
 
 
 def single_file_name(step: int) -> str:

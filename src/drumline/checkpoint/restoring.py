@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from drumline.checkpoint.checkpoints import (
@@ -19,19 +20,20 @@ from drumline.checkpoint.checkpoints import (
     open_checkpoint,
     set_aside,
 )
-from drumline.checkpoint.export import SINGLE_FILE, open_single_file
 from drumline.checkpoint.retention import step_of
 from drumline.checkpoint.snapshots import Snapshots
 from drumline.checkpoint.state import optimizer_state, weights
-from drumline.checkpoint.storage import kind_of, read_tensors, stored_shapes
+from drumline.checkpoint.storage import DTYPES, SUFFIX, kind_of
 from drumline.errors import CheckpointError
 from drumline.files import RunFolder
 from drumline.parallel import World, waiting_for
 
+SINGLE_FILE = ".pt"
+"""What `drumline checkpoint export` writes."""
 Say = Callable[[str], None]
 
 
-def restore(
+def resume(
     resume_from: str,
     folder: RunFolder,
     world: World,
@@ -87,6 +89,8 @@ def find(resume_from: str, folder: RunFolder, *, say: Say) -> Checkpoint | None:
     check_named(resume_from, folder)
     path = _named(resume_from, folder)
     if path.suffix == SINGLE_FILE:
+        from drumline.checkpoint.export import open_single_file
+
         return open_single_file(path)
     if (path / MANIFEST).exists():
         return open_checkpoint(path)
@@ -218,3 +222,48 @@ def _check_optimizer(names: list[str], checkpoint: Checkpoint, model: nn.Module)
             f"here (first: {min(unknown)})",
             fix="give the settings the checkpoint's run had (its config.toml has them)",
         )
+
+
+def read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Fill tensors, wherever they are, from the files of a checkpoint that has been verified."""
+    missing = set(tensors)
+    with _reading(folder), torch.no_grad():
+        for path in _files(folder):
+            with safe_open(path, framework="pt") as file:
+                for name in missing.intersection(file.keys()):
+                    stored = file.get_tensor(name)
+                    if stored.shape != tensors[name].shape:
+                        raise ValueError(f"{name} has shape {tuple(stored.shape)}, not {tuple(tensors[name].shape)}")
+                    tensors[name].copy_(stored)
+                    missing.remove(name)
+        if missing:
+            raise KeyError(f"{min(missing)} is missing")
+
+
+def stored_shapes(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
+    """What tensors a checkpoint holds."""
+    dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
+    with _reading(folder):
+        for path in _files(folder):
+            with safe_open(path, framework="pt") as file:
+                for name in sorted(file.keys()):
+                    about = file.get_slice(name)
+                    shapes[name] = dtypes[about.get_dtype()], torch.Size(about.get_shape())
+    return shapes
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"*{SUFFIX}"))
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    """A file with the right hash may still hold anything: whoever made it could hash it too."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"the tensors in {folder} cannot be read ({type(error).__name__}: {error})",
+            fix="resume from another checkpoint of the run",
+        ) from None

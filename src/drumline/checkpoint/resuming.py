@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
-from drumline.checkpoint.checkpoints import RunState, checkpoint_paths
+from drumline.checkpoint.checkpoints import checkpoint_paths
 from drumline.files import RunFolder
 from drumline.parallel import World
 
@@ -20,35 +16,10 @@ if TYPE_CHECKING:
 MEMORY = Path("/dev/shm")
 
 
-def resume(
-    resume_from: str,
-    folder: RunFolder,
-    world: World,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    facts: dict[str, Any],
-    allow_change: Sequence[str],
-    snapshots: Snapshots | None,
-    say: Callable[[str], None],
-) -> RunState | None:
-    """Bring every rank's model and optimizer to where the run is; None: it has not begun."""
-    nothing_here = resume_from == "auto" and snapshots is None and not checkpoint_paths(folder.checkpoints)
-    if all(world.gather(nothing_here)):
-        return None
-    from drumline.checkpoint.restoring import restore
-
-    return restore(
-        resume_from,
-        folder,
-        world,
-        model,
-        optimizer,
-        facts=facts,
-        allow_change=allow_change,
-        snapshots=snapshots,
-        say=say,
-    )
+def has_begun(resume_from: str, folder: RunFolder, world: World, snapshots: Snapshots | None) -> bool:
+    """Whether there may be something to go on from, on any rank's host."""
+    here = resume_from != "auto" or snapshots is not None or bool(checkpoint_paths(folder.checkpoints))
+    return any(world.gather(here))
 
 
 def what_to_resume(given: str, folder: RunFolder, world: World, *, started_again: bool) -> str:

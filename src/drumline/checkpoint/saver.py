@@ -86,13 +86,21 @@ class Saver:
             with suppress(OSError):  # a disk in trouble: it is said when the first save fails
                 folder.checkpoints.mkdir(parents=True, exist_ok=True)
         self._token = str(world.on_main(lambda: uuid.uuid4().hex[:12]))
-        self._parts = _parts(folder, world, self._token) if world.size > 1 else None
+        self._parts: Parts | None = None
+        if world.size > 1:
+            from drumline.checkpoint.parts import Parts
+
+            self._parts = Parts(folder, world, self._token)
         self._identified = folder.identity.exists()
         self._staging = Staging(world.device)
         self._prepared: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._snapshots = snapshots if world.place.local_rank == 0 else None
-        self._taker = _taker(self._snapshots, self._thread, tell) if self._snapshots and takes_snapshots else None
+        self._taker: SnapshotTaker | None = None
+        if self._snapshots and takes_snapshots:
+            from drumline.checkpoint.snapshots import SnapshotTaker
+
+            self._taker = SnapshotTaker(self._snapshots, self._thread, tell)
         self._job: _Job | None = None
         self._count = self._failures = 0
         self._retry_at = 0.0
@@ -254,17 +262,3 @@ def _explain(error: BaseException) -> str:
     from drumline.checkpoint.trouble import explain
 
     return explain(error)
-
-
-def _parts(folder: RunFolder, world: World, token: str) -> Parts:
-    from drumline.checkpoint.parts import Parts
-
-    return Parts(folder, world, token)
-
-
-def _taker(
-    snapshots: Snapshots, thread: ThreadPoolExecutor, tell: Callable[[str, dict[str, Any]], None]
-) -> SnapshotTaker:
-    from drumline.checkpoint.snapshots import SnapshotTaker
-
-    return SnapshotTaker(snapshots, thread, tell)

@@ -3,7 +3,8 @@
     model-00001-of-00002.safetensors       weights by their names in the model
     optimizer-00001-of-00002.safetensors   optimizer state by "kind/parameter": exp_avg/head.weight
 
-Each rank that writes has a number of its own; parts.py decides who writes what. Reading takes any number of such files.
+Each rank that writes has a number of its own; parts.py decides who writes what. restoring.py reads
+any number of such files.
 """
 
 from __future__ import annotations
@@ -12,19 +13,15 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from drumline.errors import CheckpointError
-
 SUFFIX = ".safetensors"
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -68,51 +65,6 @@ def write_tensors(
     return files
 
 
-def read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Fill tensors, wherever they are, from the files of a checkpoint that has been verified."""
-    missing = set(tensors)
-    with _reading(folder), torch.no_grad():
-        for path in _files(folder):
-            with safe_open(path, framework="pt") as file:
-                for name in missing.intersection(file.keys()):
-                    stored = file.get_tensor(name)
-                    if stored.shape != tensors[name].shape:
-                        raise ValueError(f"{name} has shape {tuple(stored.shape)}, not {tuple(tensors[name].shape)}")
-                    tensors[name].copy_(stored)
-                    missing.remove(name)
-        if missing:
-            raise KeyError(f"{min(missing)} is missing")
-
-
-def stored_shapes(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """What tensors a checkpoint holds."""
-    dtypes = {name: dtype for dtype, name in _DTYPES.items()}
-    shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
-    with _reading(folder):
-        for path in _files(folder):
-            with safe_open(path, framework="pt") as file:
-                for name in sorted(file.keys()):
-                    about = file.get_slice(name)
-                    shapes[name] = dtypes[about.get_dtype()], torch.Size(about.get_shape())
-    return shapes
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"*{SUFFIX}"))
-
-
-@contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """A file with the right hash may still hold anything: whoever made it could hash it too."""
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(
-            f"the tensors in {folder} cannot be read ({type(error).__name__}: {error})",
-            fix="resume from another checkpoint of the run",
-        ) from None
-
-
 def _write(path: Path, tensors: dict[str, Tensor], reached: Callable[[str], None]) -> dict[str, Any]:
     """A safetensors file straight from the tensors' memory: no second copy, and no lock held while the disk works."""
     # Wide types first, so that every tensor lies aligned.
@@ -121,7 +73,7 @@ def _write(path: Path, tensors: dict[str, Tensor], reached: Callable[[str], None
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest, written = hashlib.sha256(), 0

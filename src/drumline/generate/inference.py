@@ -33,7 +33,7 @@ def evaluate_run(
         tokens = chosen
     context = run.config.model.context
     assert context is not None
-    found = evaluate(
+    evaluation = evaluate(
         run.model.to(where),
         token_objective,
         tokens,
@@ -42,7 +42,7 @@ def evaluate_run(
         precision=Precision.of(where, pick_dtype(run.config.run.dtype, where)),
         document_mask=run.config.data.document_mask,
     )
-    return run.step, found
+    return run.step, evaluation
 
 
 def sample_run(path: Path, prompt: str, settings: SampleConfig, *, device: Device) -> Iterator[str]:

@@ -35,13 +35,14 @@ def load_run(path: Path) -> LoadedRun:
             f"{path} is neither a run nor a checkpoint of one", fix="`drumline runs` lists the runs here"
         )
     warnings: list[str] = []
-    found = open_checkpoint(path) if path != folder.path else newest_valid(folder.checkpoints, warn=warnings.append)
-    if found is None:
+    is_run = path == folder.path
+    checkpoint = newest_valid(folder.checkpoints, warn=warnings.append) if is_run else open_checkpoint(path)
+    if checkpoint is None:
         raise CheckpointError(
             f"the run {path} has no valid checkpoint yet", fix="let it train until its first save (--save_every)"
         )
     tokenizer = Tokenizer.load(folder.tokenizer) if folder.tokenizer.exists() else None
     vocab_size = tokenizer.vocab_size if tokenizer else config.data.vocab_size
     model = build_model(config, vocab_size=vocab_size)
-    load_checkpoint(found, model=model, optimizer=None)
-    return LoadedRun(folder, config, found.step, model, tokenizer, vocab_size)
+    load_checkpoint(checkpoint, model=model, optimizer=None)
+    return LoadedRun(folder, config, checkpoint.step, model, tokenizer, vocab_size)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drumline.checkpoint import RunState, Saver, resume, valid_ones, weights
+from drumline.checkpoint import RunState, Saver, has_begun, valid_ones, weights
 from drumline.files import Journal, RunFolder
 from drumline.parallel import World, waiting_for
 from drumline.report import Records, forget_after
@@ -107,17 +107,21 @@ class History:
         return next((str(each.step) for each in valid if due(each.step, every, 0)), "auto")
 
     def _restore(self, resume_from: str) -> RunState | None:
-        state = resume(
-            resume_from,
-            self._folder,
-            self._world,
-            self._step.model,
-            self._step.optimizer,
-            facts=self._facts,
-            allow_change=self._allow_change,
-            snapshots=self._snapshots,
-            say=self._records.say,
-        )
+        state = None
+        if has_begun(resume_from, self._folder, self._world, self._snapshots):
+            from drumline.checkpoint import resume  # a new run does without it
+
+            state = resume(
+                resume_from,
+                self._folder,
+                self._world,
+                self._step.model,
+                self._step.optimizer,
+                facts=self._facts,
+                allow_change=self._allow_change,
+                snapshots=self._snapshots,
+                say=self._records.say,
+            )
         if state is not None:
             self._step.precision.scaler.load_state_dict(state.scaler)
             self._guard.losses.clear()
