@@ -79,7 +79,7 @@ class Corpus:
     ) -> tuple[list[str], int | None]:
         """The first `sample_bytes` of the training text, and where to cut the text if no document is held out.
 
-        Reads no further than it must: until the sample is full and one document was seen that is held out.
+        Reads no further than it must: until the sample is full and it has seen one document that is held out.
         on_text: called with each document's size.
         """
         sample: list[Document] = []

@@ -1,4 +1,4 @@
-"""Token files that lie on the disk already: a prepared folder, checked against its manifest, or another trainer's.
+"""Token files that are on disk already: a prepared folder, checked against its manifest, or another trainer's.
 
 The token files of nanoGPT (raw uint16), llm.c and modded-nanogpt (with a header) are read as they are.
 """
@@ -109,7 +109,7 @@ def _open_prepared(folder: Path, split: str, *, vocab_size: int | None) -> Token
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared folder, checked for form; the files it speaks of are not looked at."""
+    """The manifest of a prepared folder, checked for form; the files that it lists are not opened."""
     path = folder / MANIFEST
     again = f"remove {folder} and make it again with: drumline prepare"
     if UNFINISHED.fullmatch(folder.absolute().name):

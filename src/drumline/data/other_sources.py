@@ -32,7 +32,7 @@ TEXT_SUFFIXES = frozenset(
     .sh .bash .zsh .fish .ps1 .bat .sql .graphql .proto .cmake .mk .yaml .yml .toml .ini .cfg .conf .vim .awk
     """.split()  # a hundred quoted lines read worse
 )
-"""What a folder's files must end with to be read as plain text; a file named by itself may end as it likes."""
+"""Suffixes of a folder's files that are read as plain text; a file named by itself may have any."""
 
 WIKITEXT = "Salesforce/wikitext"
 SHORTHANDS = {

@@ -1,4 +1,4 @@
-"""Text becomes a folder of tokens that is whole or not there. Knows how to encode fast in bounded memory.
+"""Text becomes a folder of tokens, whole or not there at all. Encodes fast in bounded memory.
 
 The main thread reads and writes while a few threads encode. What is being encoded at a time is bounded, so memory does
 not grow with the input. Everything is written into a folder beside the wanted one, which is renamed at the end.

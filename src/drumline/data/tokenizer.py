@@ -132,7 +132,7 @@ def _may_cut(serialized: bytes) -> bool:
     """Whether a text's ids are those of its pieces, cut between words.
 
     So it is where the text is taken as it is and GPT-2's pattern parts it before anything else is done: the pattern
-    never joins a letter or digit to white space behind it, and how it reads the one does not depend on the other.
+    never joins a letter or digit to white space after it, and how it reads the one does not depend on the other.
     """
     content = json.loads(serialized)
     splitter = content.get("pre_tokenizer") or {}

@@ -6,7 +6,7 @@ A prepared folder holds, for each split (`train`, `valid`):
     train.documents.bin   little-endian uint64: where each document ends, in tokens
     train.names.txt       the name of each document, one a line
 
-and for all of them tokenizer.json and manifest.json, which is written last: no manifest, no data. What lies on the disk
+and for all of them tokenizer.json and manifest.json, which is written last: no manifest, no data. What is on disk
 already is opened by `drumline.data.opening`.
 """
 
@@ -140,7 +140,7 @@ class TokenWriter:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A split, memory-mapped. What a foreign file does not tell is None."""
+    """A split, memory-mapped. None is what another trainer's file does not say."""
 
     path: Path
     tokens: npt.NDArray[Any]
@@ -164,7 +164,7 @@ class TokenFile:
         return self.tokens[start:stop].astype(np.int64)
 
     def document_names(self, start: int, stop: int) -> list[str]:
-        """Names of the documents that have a token in start..stop-1; none where the file does not tell."""
+        """Names of the documents that have a token in start..stop-1; none where the file does not say."""
         if self.document_ends is None or self.names_path is None or start >= stop:
             return []
         # uint64 needles: with Python ints numpy would first turn the whole map into float64.

@@ -102,9 +102,8 @@ def open_in_turn(config: TrainConfig, world: World, progress: ProgressCallback |
     """Rank 0 prepares the text, then one rank of each other host, which may have its own disk; then all read it."""
     own = world.place.local_rank == 0
     first = world.together(lambda: open_data(config, progress=progress) if world.is_main else None)
-    world.together(lambda: open_data(config) if own and not world.is_main else None)
-    data = world.together(lambda: open_data(config))
-    return replace(data, skipped=first.skipped) if first is not None else data  # who prepared knows what it skipped
+    second = world.together(lambda: open_data(config) if own and not world.is_main else None)
+    return world.together(lambda: first or second or open_data(config))
 
 
 def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
