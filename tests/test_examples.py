@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.small import small
+from helpers.warm import Warm
 
 from drumline.files.run_folder import RunFolder
 from drumline.network.interfaces import free_port
@@ -32,7 +33,7 @@ def start(where: Path, *words: str) -> subprocess.Popen[str]:
         "TMPDIR": str(where),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    return subprocess.Popen(
+    return Warm(
         [sys.executable, *words], cwd=where, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 from helpers.small import small
+from helpers.warm import run_warm
 
 ROOT = Path(__file__).parent.parent
 README, CHINESE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh-CN.md"))
 BIN = Path(sys.executable).parent
+MODULES = {"drumline": "drumline", "torchrun": "torch.distributed.run"}
+"""What is behind a command."""
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -67,7 +70,8 @@ def shrunk(command: str) -> list[str]:
         words.append("--quick")
     if "drill" in words:
         words = [*words[: words.index("--minutes")], "--minutes", "0.1", "--faults", "kill,nan"]
-    return [str(BIN / words[0]), *words[1:]]
+    assert (BIN / words[0]).exists()
+    return [sys.executable, "-m", MODULES[words[0]], *words[1:]]
 
 
 def test_the_readmes_commands_work_in_the_order_they_stand(text: Path, tmp_path: Path) -> None:
@@ -77,16 +81,13 @@ def test_the_readmes_commands_work_in_the_order_they_stand(text: Path, tmp_path:
     for command in commands(README):
         if command.startswith("make "):
             continue  # what they run is in the Makefile test
-        done = subprocess.run(
-            shrunk(command), cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=180, check=False
-        )
+        done = run_warm(shrunk(command), cwd=tmp_path, env=environ, timeout=180)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
         ran += 1
     assert ran >= 9
     (code,) = blocks(README, "python")
-    subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environ, check=True, capture_output=True, timeout=180
-    )
+    done = run_warm([sys.executable, "-c", code], cwd=tmp_path, env=environ, timeout=180)
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/linear/status.json").exists()
 
 
@@ -104,12 +105,7 @@ def test_the_contributing_guides_model_source_and_sink_train(tmp_path: Path) -> 
         assert name is not None
         (tmp_path / name[1]).write_text(code)
     flags = [word for line in re.findall(r"^    drumline train (.*)$", guide, re.M) for word in line.split()]
-    done = subprocess.run(
-        [str(BIN / "drumline"), "train", *small(*flags, "--run_dir", "run")],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "drumline", "train", *small(*flags, "--run_dir", "run")]
+    done = run_warm(command, cwd=tmp_path, timeout=180)
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "run/losses.csv").read_text().splitlines()) == 6

@@ -1,7 +1,6 @@
 """Secrets in the environment stay there: no file and no line of a run holds one."""
 
 import os
-import subprocess
 import sys
 import zipfile
 from importlib.util import find_spec
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.small import small
+from helpers.warm import run_warm
 
 # As long as W&B wants a key to be, or it would not take it.
 _SECRETS = {
@@ -41,11 +41,11 @@ def run(where: Path, *flags: str, code: str | None = None) -> dict[str, bytes]:
     environ = {**ours, **_SECRETS, **_NO_SERVER, "HOME": str(home), "TMPDIR": str(home), "OMP_NUM_THREADS": "1"}
     start = ["-c", code] if code else ["-m", "drumline"]
     command = [sys.executable, *start, "train", *small("--train_data_path", "text", "--run_dir", "run", *flags)]
-    done = subprocess.run(command, check=False, cwd=where, env=environ, capture_output=True, timeout=300)
-    assert done.returncode == 0, done.stderr.decode()
+    done = run_warm(command, cwd=where, env=environ, timeout=300)
+    assert done.returncode == 0, done.stderr
     files = {str(path.relative_to(where)): path.read_bytes() for path in where.rglob("*") if path.is_file()}
     assert {"run/metrics.jsonl", "run/train.log", "run/config.toml", "run/status.json"} <= set(files)
-    return {"stdout": done.stdout, "stderr": done.stderr, **files, **_unpacked(where)}
+    return {"stdout": done.stdout.encode(), "stderr": done.stderr.encode(), **files, **_unpacked(where)}
 
 
 def _unpacked(where: Path) -> dict[str, bytes]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers.launchers import wait_until_gone
 from helpers.ranks import run_ranks
+from helpers.warm import Warm
 from matplotlib import image
 
 from drumline.bench import bench, workload
@@ -45,7 +46,7 @@ def small(**changed: str) -> list[str]:
 def start(*flags: str) -> subprocess.Popen[str]:
     """`drumline bench` as a process of its own."""
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    return subprocess.Popen(
+    return Warm(
         [sys.executable, "-m", "drumline", "bench", *flags],
         env={**clean, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.hosts import Host, two_hosts
 from helpers.small import small
+from helpers.warm import run_warm
 
 TIMEOUT_S = 240
 FAULTS = ("data loop", "model loop", "update loop", "held lock", "stopped", "exit", "_exit")
@@ -81,14 +81,11 @@ if __name__ == "__main__":
 def test_each_way_to_stand_still_or_leave_is_named_and_the_run_goes_on_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(WORK.format(faults=FAULTS))
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    done = subprocess.run(
+    done = run_warm(
         [sys.executable, "work.py"],
         cwd=tmp_path,
         env=clean,
-        capture_output=True,
-        text=True,
         timeout=TIMEOUT_S,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     told = done.stderr

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from helpers.launchers import rank_process, wait_until_gone, wait_until_it_catches
 from helpers.small import small
+from helpers.warm import Warm
 
 from drumline.elastic.launch import meeting_port
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
@@ -42,7 +43,9 @@ LAUNCHES = {
 def start(command: list[str], where: Path, **environ: str) -> subprocess.Popen[str]:
     command = [word.replace("PORT", str(free_port())) for word in command]
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    return subprocess.Popen(
+    # The script `drumline` is started as it is; Python's own start is left out elsewhere.
+    kind = Warm if command[0] == sys.executable else subprocess.Popen
+    return kind(
         command,
         cwd=where,
         env={**clean, "OMP_NUM_THREADS": "1", **environ},

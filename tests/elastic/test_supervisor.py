@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers.launchers import rank_process, wait_until_gone
+from helpers.warm import Warm
 
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
 
@@ -99,7 +100,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     def start(kind: str, *, restarts: int | None = None, steps: int = 100_000) -> Launcher:
         clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
         with (tmp_path / "errors").open("w") as errors:
-            process = subprocess.Popen(
+            process = Warm(
                 [sys.executable, "work.py", kind, str(restarts), str(steps)],
                 cwd=tmp_path,
                 env={**clean, "OMP_NUM_THREADS": "1"},

@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import collections
 import contextlib
-import ctypes
 import fcntl
 import itertools
 import multiprocessing
@@ -30,13 +29,13 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from helpers.warm import Warm, enter_host
+
 PORT = 29500
 """Nothing else listens on a host that was just made."""
 
 _NAMES, _NUMBERS = ("host-a", "host-b"), itertools.count()
 _SIOCETHTOOL, _OFFLOADS = 0x8946, (0x17, 0x1F, 0x24)  # ETHTOOL_STXCSUM, _STSO, _SGSO
-_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
-_MS_BIND, _MS_REC, _MS_SLAVE = 4096, 16384, 1 << 19
 # `ip netns exec` has given the process its own mounts, so that the bind is seen by no one else and ends with it.
 _ENTER = 'mount --bind "$1" /etc/hosts && hostname "$2" && shift 2 && exec "$@"'
 
@@ -46,7 +45,7 @@ class Started:
     """A process on a host."""
 
     host: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[Any]
     log: Path
 
     @property
@@ -123,16 +122,15 @@ class Host:
     def start(self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None) -> Started:
         """Start a command here, with some variables beside the test's own."""
         log = self.scratch / f"{self.name}-{len(self.started)}.log"
-        enter = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", _ENTER, "sh"]
+        names = str(self.scratch / "hosts")
+        enter = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", _ENTER, "sh", names, self.name]
+        how: dict[str, Any] = {"cwd": cwd, "env": {**os.environ, **(env or {})}}
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                [*enter, str(self.scratch / "hosts"), self.name, *command],
-                cwd=cwd,
-                env={**os.environ, **(env or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
+            how |= {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": subprocess.STDOUT}
+            if list(command[:2]) == [sys.executable, "-m"]:
+                process = Warm(command, host=(self.namespace, names, self.name), **how)
+            else:
+                process = subprocess.Popen([*enter, *command], **how)
         self.started.append(Started(self.name, process, log))
         return self.started[-1]
 
@@ -276,16 +274,7 @@ def _call_here(
 ) -> None:
     """Move this process to a host, as `ip netns exec` and _ENTER do, and call something there."""
     try:
-        libc = ctypes.CDLL(None, use_errno=True)
-        place = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-        for failed in (
-            libc.setns(place, _CLONE_NEWNET),
-            libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS),
-            libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None),
-            libc.mount(str(names).encode(), b"/etc/hosts", None, _MS_BIND, None),
-        ):
-            assert not failed, os.strerror(ctypes.get_errno())
-        socket.sethostname(name)
+        enter_host(namespace, str(names), name)
         os.environ.update(environ)
         answer = False, work(*arguments)
     except BaseException:

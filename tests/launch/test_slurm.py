@@ -3,7 +3,6 @@
 import itertools
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers.small import small
+from helpers.warm import Warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -144,7 +144,7 @@ def test_two_tasks_train_what_one_process_does(train: Callable[..., int], text: 
         **dict.fromkeys(("SLURM_STEP_ID", "SLURM_NODEID"), "0"),
     }
     tasks = [
-        subprocess.Popen(
+        Warm(
             [sys.executable, "-m", "drumline", "train", *small(*step, "--run_dir", "run")],
             env={**own, **srun, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             cwd=tmp_path,

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.small import small
+from helpers.warm import Warm
 from torch import Tensor, nn
 
 from drumline.cli.app import run_command
@@ -93,9 +94,7 @@ def test_a_run_stopped_anywhere_and_resumed_ends_with_the_same_bits(train: Train
 def test_ctrl_c_saves_and_says_how_to_go_on(train: Train, text: Path, tmp_path: Path) -> None:
     flags = small("--train_data_path", str(text), "--total_steps", "100000", "--run_dir", "run")
     command = [sys.executable, "-m", "drumline", "train", *flags]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
-    ) as process:
+    with Warm(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if "| loss" in line:

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from helpers.ranks import train_ranks
 from helpers.small import small
+from helpers.warm import Warm
 
 from drumline.checkpoint.checkpoints import checkpoint_paths, open_checkpoint
 from drumline.errors import EXIT_INTERRUPTED, EXIT_STOPPED
@@ -103,7 +104,7 @@ def started(*more: str, nproc: int, hold: str) -> Iterator[subprocess.Popen[str]
     """`drumline train`; no process is left when this ends."""
     ranks = ["--nproc", str(nproc)] if nproc else []
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    process = subprocess.Popen(
+    process = Warm(
         [sys.executable, "-m", "drumline", "train", *flags(*more), *ranks],
         env={**clean, "HOLD": hold},
         stdout=subprocess.PIPE,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.warm import Warm
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -200,7 +201,7 @@ print("ENDED", result.state, result.step, result.weights_sha256)
 def test_a_signal_stops_the_run_at_a_saved_step_and_it_goes_on_to_the_same_bits(tmp_path: Path, signum: int) -> None:
     def start(steps: int) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", STOPPABLE, str(tmp_path / "run"), str(steps)]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return Warm(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     with start(1_000_000) as process:
         assert process.stdout is not None

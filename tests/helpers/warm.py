@@ -1,0 +1,246 @@
+"""Python programs that start at once: forked from a process that has imported torch and drumline already.
+
+`Warm` is `subprocess.Popen` for a command that begins with this Python. What it starts is a process of its own with its
+own variables, folder, streams and signals, and does what `python -m MODULE` or `python SCRIPT` would; only the seconds
+that the imports take are saved. What a test says about the start of Python itself, it must start with subprocess.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import importlib
+import json
+import multiprocessing.process
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+_PRELOAD = """
+numpy torch torch._dynamo torch.distributed torch.distributed.launcher.api torch.nn.parallel matplotlib.pyplot
+drumline.cli.app drumline.train.pretraining drumline.train.trainer drumline.elastic.launch drumline.report.terminal
+""".split()
+_LONGEST = 1 << 17
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
+_MS_BIND, _MS_REC, _MS_SLAVE = 4096, 16384, 1 << 19
+
+
+class Warm(subprocess.Popen[Any]):
+    """A process that runs this Python with "-m MODULE", "-c CODE" or a script, and more words.
+
+    host: the network namespace, the file of names and the host's name, where it runs on a host of its own
+    """
+
+    def __init__(self, args: Sequence[str], *, host: tuple[str, str, str] | None = None, **more: Any) -> None:
+        self._host = host
+        super().__init__(args, **more)
+
+    def _execute_child(self, args: Sequence[str], *rest: Any) -> None:  # type: ignore[override]
+        # As in subprocess: cwd and env, and the ends of the three pipes, of which the child has every other one.
+        cwd, env = rest[4], rest[5]
+        p2cread, _, _, c2pwrite, _, errwrite = rest[9:15]
+        words = [str(word) for word in args]
+        assert words[0] == sys.executable, words
+        streams = [p2cread, c2pwrite, errwrite]
+        null = os.open(os.devnull, os.O_RDWR)
+        try:
+            self.pid = _server().start(
+                {
+                    "words": words[1:],
+                    "cwd": os.path.abspath(cwd or os.getcwd()),
+                    "env": dict(os.environ if env is None else env),
+                    "host": self._host,
+                },
+                [null if fd == -1 else fd for fd in streams],
+            )
+        finally:
+            os.close(null)
+        self._child_created = True
+        for fd in {fd for fd in streams if fd > 2 and fd not in self._kept}:
+            os.close(fd)
+
+    @functools.cached_property
+    def _kept(self) -> set[int]:
+        return set()
+
+    def _get_handles(self, stdin: Any, stdout: Any, stderr: Any) -> Any:  # type: ignore[override]
+        files = [each if isinstance(each, int) else each.fileno() for each in (stdin, stdout, stderr) if each]
+        self._kept |= {fd for fd in files if fd >= 0}
+        return super()._get_handles(stdin, stdout, stderr)  # type: ignore[misc]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        status = _server().status(self.pid, wait=not wait_flags & os.WNOHANG)
+        return (0, 0) if status is None else (self.pid, status)
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None:
+            pid, status = self._try_wait(os.WNOHANG)
+            if pid:
+                self._handle_exitstatus(status)  # type: ignore[attr-defined]
+        return self.returncode
+
+
+def run_warm(args: Sequence[str], *, timeout: float, **more: Any) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run` with text that is captured."""
+    with Warm(args, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **more) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(list(args), process.returncode, out, err)
+
+
+class _Server:
+    """The process that forks, seen from the one that asks it to."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environ, start_new_session=True)
+        theirs.close()
+        self._lock, self._ended = threading.Lock(), dict[int, int]()
+        atexit.register(self._process.wait)
+        atexit.register(self._ours.close)
+
+    def start(self, what: dict[str, Any], streams: Sequence[int]) -> int:
+        with self._lock:
+            socket.send_fds(self._ours, [json.dumps(what).encode()], list(streams))
+            while "started" not in (answer := self._receive()):
+                pass
+            return int(answer["started"])
+
+    def status(self, pid: int, *, wait: bool) -> int | None:
+        """How a process ended, as waitpid has it."""
+        while True:
+            with self._lock:
+                while pid not in self._ended and select.select([self._ours], [], [], 0)[0]:
+                    self._receive()
+                if pid in self._ended or not wait:
+                    return self._ended.get(pid)
+            select.select([self._ours], [], [], 0.05)
+
+    def _receive(self) -> dict[str, int]:
+        answer: dict[str, int] = json.loads(self._ours.recv(_LONGEST) or '{"started": 0, "gone": 1}')
+        assert "gone" not in answer, "the process that forks has died"
+        if "ended" in answer:
+            self._ended[answer["ended"]] = answer["status"]
+        return answer
+
+
+@functools.cache
+def _server() -> _Server:
+    return _Server()
+
+
+def enter_host(namespace: str, names: str, name: str) -> None:
+    """Move this process to a host: its network, its file of names and its own name."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    place = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
+    for failed in (
+        libc.setns(place, _CLONE_NEWNET),
+        libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS),
+        libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None),
+        libc.mount(names.encode(), b"/etc/hosts", None, _MS_BIND, None),
+    ):
+        assert not failed, os.strerror(ctypes.get_errno())
+    os.close(place)
+    socket.sethostname(name)
+
+
+def _serve(asked: socket.socket) -> NoReturn:
+    """Fork what is asked for, and tell how each ended, until nobody asks any more."""
+    woken, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes)
+    while True:
+        ready = select.select([asked, woken], [], [])[0]
+        if woken in ready:
+            os.read(woken, 4096)
+            _tell_ended(asked)
+        if asked in ready:
+            said, fds, _, _ = socket.recv_fds(asked, _LONGEST, 3)
+            if not said:
+                os._exit(0)
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for number, fd in enumerate(fds):
+                    os.dup2(fd, number)
+                for fd in {asked.detach(), woken, wakes, *fds} - {0, 1, 2}:
+                    os.close(fd)
+                _become(json.loads(said))
+            for fd in fds:
+                os.close(fd)
+            asked.send(json.dumps({"started": pid}).encode())
+
+
+def _tell_ended(asked: socket.socket) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        asked.send(json.dumps({"ended": pid, "status": status}).encode())
+
+
+def _become(what: dict[str, Any]) -> NoReturn:
+    """Do what this Python does with these words."""
+    words, code = what["words"], 0
+    try:
+        if what["host"]:
+            enter_host(*what["host"])
+        os.chdir(what["cwd"])
+        os.environ.clear()
+        os.environ.update(what["env"])
+        tempfile.tempdir = None
+        multiprocessing.process.ORIGINAL_DIR = what["cwd"]  # where processes look for a script by its name
+        first = what["cwd"] if words[0] in ("-c", "-m") else str(Path(words[0]).resolve().parent)
+        added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        sys.path[:] = [first, *added, *(path for path in sys.path[1:] if path not in added)]
+        importlib.invalidate_caches()
+        if words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            exec(compile(words[1], "<string>", "exec"), main.__dict__)
+        elif words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # as at the end of any program
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    for module in _PRELOAD:
+        importlib.import_module(module)
+    _serve(socket.socket(fileno=int(sys.argv[1])))
