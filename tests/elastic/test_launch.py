@@ -128,16 +128,16 @@ def test_a_rank_that_is_killed_is_named_and_with_no_restarts_ends_the_run(
 def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
     reference: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
-    with _killed_once(reference[0], tmp_path / "run", "300") as process:
+    with _killed_once(reference[0], tmp_path / "run", "60") as process:
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     assert err.startswith("rank 1 on ") and "was ended by SIGKILL at step " in err
-    assert len(losses(tmp_path / "run")) == 300
+    assert len(losses(tmp_path / "run")) == 60
     assert RunFolder(tmp_path / "run").read_status()["state"] == "finished"
 
 
 def test_a_single_rank_is_watched_too_when_it_is_asked_for(reference: tuple[Path, list[float]], tmp_path: Path) -> None:
-    with _killed_once(reference[0], tmp_path / "run", "200", "--nproc", "1", rank=0) as process:
+    with _killed_once(reference[0], tmp_path / "run", "40", "--nproc", "1", rank=0) as process:
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0 and "starting again (1)" in err, err
 
@@ -242,6 +242,6 @@ def test_a_rank_waits_for_rank_0_to_listen_before_it_leaves_the_waiting_to_torch
             raise answer
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(cluster.socket, "create_connection", connect)
+    monkeypatch.setattr(socket, "create_connection", connect)
     cluster._wait_for_rank_0(Place(rank, 3, rank, "host-a", 29500))
     assert given == [("host-a", 29500)] * asked
