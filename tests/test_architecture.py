@@ -88,7 +88,7 @@ def test_a_room_says_what_it_is_and_has_what_it_lists(folder: Path) -> None:
             for each in (ast.walk(node) if not isinstance(node, ast.FunctionDef | ast.ClassDef) else [node])
             if isinstance(each, ast.Name | ast.FunctionDef | ast.ClassDef)
         }, f"{module}.{name}"
-    assert len([path for path in folder.glob("*.py") if path != init]) <= 12
+    assert len([path for path in folder.glob("*.py") if path != init]) <= 13
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))

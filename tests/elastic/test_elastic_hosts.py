@@ -120,14 +120,14 @@ def test_two_hosts_finish_together_and_a_rank_that_dies_is_named_on_both(
 
 LAST_WORK = """
 import os, time
-import drumline.train.pretraining
+import drumline.train.summary
 from drumline.model.gpt import GPT
 
 def plot(*args, **kwargs):
     while not os.path.exists("done"):
         time.sleep(0.05)
 
-drumline.train.pretraining.plot_loss = plot
+drumline.train.summary.plot_loss = plot
 """
 
 

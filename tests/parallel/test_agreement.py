@@ -45,6 +45,7 @@ def _disguised(name: str, argv: list[str]) -> int:
 
     import drumline
     from drumline.train import pretraining as pretrain
+    from drumline.train import ranks
 
     if name == "torch":
         torch.__version__ = "2.0.0"  # type: ignore[assignment]
@@ -55,7 +56,7 @@ def _disguised(name: str, argv: list[str]) -> int:
     elif name == "python":
         platform.python_version = lambda: "3.10.0"
     elif name == "nccl":
-        pretrain.versions = _other_nccl(pretrain.versions)
+        ranks.versions = _other_nccl(ranks.versions)
     else:
         build = pretrain.build_model
 

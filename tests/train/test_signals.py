@@ -24,7 +24,7 @@ STEPS = 10
 
 PHASES = '''
 import os, signal, time
-import drumline.train.pretraining, drumline.checkpoint.saver
+import drumline.train.pretraining, drumline.train.summary, drumline.checkpoint.saver
 from drumline.model.gpt import GPT
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -61,7 +61,7 @@ def held_in(phase, work):
     return wait_and_work
 
 drumline.checkpoint.saver.write_tensors = held_in("saving", drumline.checkpoint.saver.write_tensors)
-drumline.train.pretraining.plot_loss = held_in("exiting", drumline.train.pretraining.plot_loss)
+drumline.train.summary.plot_loss = held_in("exiting", drumline.train.summary.plot_loss)
 if HOLD == "compiling":
     from torch._inductor import compile_fx
     compile_fx.compile_fx = held_in("compiling", compile_fx.compile_fx)

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, TensorDataset
 from drumline.errors import CheckpointError, ConfigError, TrainingError
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
-from drumline.train.intervals import due
+from drumline.train.setup import due
 from drumline.train.trainer import Trainer
 
 

@@ -2,63 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from drumline.checkpoint import Retention, Saver, find_snapshots
-from drumline.data import Batches
+from drumline.checkpoint import Saver, find_snapshots
 from drumline.errors import DrumlineError, TrainingError
 from drumline.files import Journal, RunFolder
-from drumline.parallel import Pulse, World, is_supervised, own_pulse, versions
+from drumline.parallel import Pulse, is_supervised, own_pulse, versions
 from drumline.report import JsonlSink, Record, Records
 from drumline.signals import stopping
-from drumline.train.guard import Guard, GuardRules, ReplicaDriftError
+from drumline.train.guard import Guard, ReplicaDriftError
 from drumline.train.history import History
-from drumline.train.intervals import Intervals
 from drumline.train.loop import Loop
-from drumline.train.step import Step
+from drumline.train.setup import Intervals, Setup
 
 if TYPE_CHECKING:
     from drumline.checkpoint import Snapshots
     from drumline.parallel import Pace
-
-
-@dataclass(kw_only=True)
-class Setup:
-    """What a run consists of, before it has a length."""
-
-    folder: RunFolder
-    world: World
-    step: Step
-    batches: Batches
-    seed: int
-    lr: Callable[[int], float] | None = None
-    """The learning rate of each step; None leaves the optimizer's own alone."""
-    resume_from: str = "auto"
-    allow_change: Sequence[str] = ()
-    retention: Retention = field(default_factory=Retention)
-    guard_rules: GuardRules = field(default_factory=GuardRules)
-    facts: dict[str, Any] = field(default_factory=dict)
-    """What must not change while a run goes on, beside what every run has."""
-    config_sha256: str = ""
-    """Of the settings, for the checkpoints' manifests."""
-    flops_per_item: Callable[[int], float] | None = None
-    """Of each step, for MFU."""
-    records: Records | None = None
-    """Where to report; None: the run folder and the console."""
-
-    def all_facts(self) -> dict[str, Any]:
-        plan = self.batches.plan
-        return {
-            "seed": self.seed,
-            "global_batch_size": plan.sequences,
-            "batch_size": plan.micro_batch,
-            "items_per_epoch": self.batches.items,
-            **self.facts,
-        }
 
 
 @contextmanager
@@ -79,27 +41,19 @@ def assembled(
         snapshots = find_snapshots(folder, world, takes=intervals.snapshot_every > 0)
         saver = open_parts.enter_context(_saving(setup, intervals, snapshots, pulse, tell))
         history = History(
-            folder,
-            world,
-            setup.step,
+            setup,
+            intervals,
             guard=guard,
             saver=saver,
             snapshots=snapshots,
             records=records,
             journal=journal,
-            intervals=intervals,
-            facts=setup.all_facts(),
-            resume_from=setup.resume_from,
-            allow_change=setup.allow_change,
             tell=tell,
         )
         pulse.at("starting", 0)
         yield Loop(
-            step=setup.step,
-            batches=setup.batches,
-            seed=setup.seed,
+            setup=setup,
             intervals=intervals,
-            world=world,
             history=history,
             saver=saver,
             guard=guard,
@@ -108,8 +62,6 @@ def assembled(
             pace=pace,
             stop=stop,
             compare_replicas=_comparison(setup, history, tell),
-            lr=setup.lr,
-            flops_per_item=setup.flops_per_item,
             evaluate=partial(evaluate, pulse) if evaluate else None,
         )
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from drumline.checkpoint import RunState, Saver, has_begun, valid_ones, weights
-from drumline.files import Journal, RunFolder
-from drumline.parallel import World, waiting_for
+from drumline.files import Journal
+from drumline.parallel import waiting_for
 from drumline.report import Records, forget_after
 from drumline.train.guard import Guard
-from drumline.train.intervals import Intervals, due
-from drumline.train.step import Step
+from drumline.train.setup import Intervals, Setup, due
 
 if TYPE_CHECKING:
     from drumline.checkpoint import Snapshots
@@ -24,31 +23,24 @@ class History:
 
     def __init__(
         self,
-        folder: RunFolder,
-        world: World,
-        step: Step,
+        setup: Setup,
+        intervals: Intervals,
         *,
         guard: Guard,
         saver: Saver,
         snapshots: Snapshots | None,
         records: Records,
         journal: Journal,
-        intervals: Intervals,
-        facts: dict[str, Any],
-        resume_from: str = "auto",
-        allow_change: Sequence[str] = (),
         tell: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        """
-        facts: what must not change while a run goes on
-        tell:  (message, event) for people and events.jsonl
-        """
-        self._folder, self._world, self._step, self._guard, self._saver = folder, world, step, guard, saver
-        self._snapshots, self._records, self._journal, self._intervals = snapshots, records, journal, intervals
-        self._facts, self._resume_from, self._allow_change, self._tell = facts, resume_from, allow_change, tell
+        """tell: (message, event) for people and events.jsonl"""
+        self._setup, self._intervals, self._facts = setup, intervals, setup.all_facts()
+        self._folder, self._world, self._step = setup.folder, setup.world, setup.step
+        self._guard, self._saver, self._snapshots = guard, saver, snapshots
+        self._records, self._journal, self._tell = records, journal, tell
         self._detours: list[list[int]] = []
-        parameters = dict(step.model.named_parameters())
-        self._statistics = [name for name in weights(step.model) if name not in parameters]
+        parameters = dict(setup.step.model.named_parameters())
+        self._statistics = [name for name in weights(setup.step.model) if name not in parameters]
 
     @property
     def rollbacks(self) -> int:
@@ -56,14 +48,14 @@ class History:
 
     def begin(self) -> int:
         """The step to go on with."""
-        state = self._restore(self._resume_from)
+        state = self._restore(self._setup.resume_from)
         step = state.step if state else 0
         self._detours = state.detours if state else []
         if state:
             self._journal.event("resumed", step=step)
         if self._world.on_main(self._folder.checkpoint(step).exists):
             self._saver.saved_step = step
-        elif self._resume_from != "auto" or (step == 0 and self._guard.rules.may_go_back):
+        elif self._setup.resume_from != "auto" or (step == 0 and self._guard.rules.may_go_back):
             self._saver.save(self.state(step))  # should the run break before its next save, it finds its own way back
         self.status("running", step)
         return step
@@ -118,7 +110,7 @@ class History:
                 self._step.model,
                 self._step.optimizer,
                 facts=self._facts,
-                allow_change=self._allow_change,
+                allow_change=self._setup.allow_change,
                 snapshots=self._snapshots,
                 say=self._records.say,
             )

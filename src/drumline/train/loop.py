@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drumline.checkpoint import Saver, weights_sha256
-from drumline.data import Batches, mix
-from drumline.parallel import Pulse, World, peak_flops, peak_memory_bytes
+from drumline.data import mix
+from drumline.parallel import Pulse, peak_flops, peak_memory_bytes
 from drumline.report import Record, Records, Speed
 from drumline.train.guard import Guard, Verdict
 from drumline.train.history import History
-from drumline.train.intervals import Intervals
-from drumline.train.step import Gradient, Step, StepResult
+from drumline.train.setup import Intervals, Setup
+from drumline.train.step import Gradient, StepResult
 
 if TYPE_CHECKING:
     from drumline.parallel import Pace
@@ -48,11 +48,8 @@ class Loop:
     What step k sees and draws depends on the seed and k alone, so a run that was stopped goes on as if it had not been.
     """
 
-    step: Step
-    batches: Batches
-    seed: int
+    setup: Setup
     intervals: Intervals
-    world: World
     history: History
     saver: Saver
     guard: Guard
@@ -64,11 +61,7 @@ class Loop:
     """Set when this process is asked to stop."""
     compare_replicas: Callable[[int], None] | None
     """Raises where the ranks no longer have the same weights; None for a single rank."""
-    lr: Callable[[int], float] | None = None
-    """The learning rate of each step; None leaves the optimizer's own alone."""
-    flops_per_item: Callable[[int], float] | None = None
-    """Of each step, counted from 0, for MFU."""
-    evaluate: Callable[[], Record] | None = None
+    evaluate: Callable[[], Record] | None
     _ahead: dict[int, Gradient] = field(default_factory=dict, init=False)
     _warm: bool = field(default=False, init=False)
 
@@ -95,12 +88,12 @@ class Loop:
         return self._end(step, result)
 
     def _step(self, step: int) -> StepResult:
-        stop, save = self.stop.is_set(), self.saver.wants_to_retry()
+        setup, stop, save = self.setup, self.stop.is_set(), self.saver.wants_to_retry()
         before = self.history.running_statistics()
         gradient = self._ahead.pop(step, None) or self._gradient(step, stop=stop, save=save)
         self._ahead.clear()
-        read = self.step.update(gradient, lr=self.lr(step) if self.lr else None)
-        if self.step.backward.runs_ahead and step + 1 < self.intervals.total_steps and not stop:
+        read = setup.step.update(gradient, lr=setup.lr(step) if setup.lr else None)
+        if setup.step.backward.runs_ahead and step + 1 < self.intervals.total_steps and not stop:
             # The device goes from this step to the next without a pause; one that was in vain is computed again.
             with suppress(Exception):  # it will be raised where that step is due, with this one safe
                 self._ahead[step + 1] = self._gradient(step + 1, stop=False, save=False)
@@ -114,16 +107,16 @@ class Loop:
 
     def _gradient(self, step: int, *, stop: bool, save: bool) -> Gradient:
         watch = self.pace.begin(step) if self.pace is not None else None
-        return self.step.gradient(self._micro_batches(step), stop=stop, save=save, watch=watch)
+        return self.setup.step.gradient(self._micro_batches(step), stop=stop, save=save, watch=watch)
 
     def _micro_batches(self, step: int) -> Iterator[Any]:
-        self.step.model.train()
-        data_step = self.history.data_step(step)
-        for index in self.batches.plan.share(self.world.rank, self.world.size):
+        batches, world, data_step = self.setup.batches, self.setup.world, self.history.data_step(step)
+        self.setup.step.model.train()
+        for index in batches.plan.share(world.rank, world.size):
             self.pulse.at("data", step)
             # Every random draw of a micro-batch, its data's and its dropout's, is keyed by where it stands in the run.
-            torch.manual_seed(mix(self.seed, data_step, index))
-            batch = self.batches.micro_batch(data_step, index)
+            torch.manual_seed(mix(self.setup.seed, data_step, index))
+            batch = batches.micro_batch(data_step, index)
             # What is compiled or loaded at its first use may take its time.
             self.pulse.at("compute" if self._warm else "compiling", step)
             yield batch
@@ -158,8 +151,8 @@ class Loop:
             self.saver.snapshot(self.history.state(step))
 
     def _wait_for_device(self) -> None:
-        if self._ahead and self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
+        if self._ahead and self.setup.world.device.type == "cuda":
+            torch.cuda.synchronize(self.setup.world.device)
 
     def _end(self, step: int, result: StepResult | None) -> FitResult:
         self.pulse.at("ending", step)
@@ -168,18 +161,19 @@ class Loop:
         self.saver.finish(self.history.state(step), give_up=self.stop.is_set)
         self.saver.forget_snapshots()
         state = "finished" if step >= self.intervals.total_steps else "stopped"
-        sha256 = weights_sha256(self.step.model)
+        sha256 = weights_sha256(self.setup.step.model)
         self.history.status(state, step, weights_sha256=sha256, skipped_steps=self.guard.skipped_steps)
         return FitResult(state, step, result.loss if result else math.nan, sha256)
 
     def _record(self, step: int, result: StepResult, speed: Speed) -> Record:
-        batches, precision, steps_per_s = self.batches, self.step.precision, speed.lap(step)
+        setup, steps_per_s = self.setup, speed.lap(step)
+        batches, precision = setup.batches, setup.step.precision
         items = batches.plan.sequences
         rate = "tokens_per_s" if batches.weight > 1 else "samples_per_s"
         record: Record = {
             "step": step,
             "loss": result.loss,
-            "lr": self.step.optimizer.param_groups[0]["lr"],
+            "lr": setup.step.optimizer.param_groups[0]["lr"],
             "grad_norm": result.grad_norm,
             rate: steps_per_s * items * batches.weight,
             "epoch": step * items / batches.items,
@@ -187,8 +181,8 @@ class Loop:
             "peak_memory_bytes": peak_memory_bytes(precision.device),
         }
         peak = peak_flops(precision.device, precision.dtype)
-        if self.flops_per_item and peak:
-            record["mfu"] = steps_per_s * items * self.flops_per_item(step - 1) / (peak * self.world.size)
+        if setup.flops_per_item and peak:
+            record["mfu"] = steps_per_s * items * setup.flops_per_item(step - 1) / (peak * setup.world.size)
         if self.guard.skipped_steps:
             record["skipped_steps"] = self.guard.skipped_steps
         return record

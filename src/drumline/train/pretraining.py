@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drumline.checkpoint import Retention, check_resume, weights_sha256, what_to_resume
+from drumline.checkpoint import Retention, check_resume, what_to_resume
 from drumline.config import (
     TrainConfig,
     from_settings,
@@ -36,7 +35,6 @@ from drumline.parallel import (
     Pulse,
     World,
     allow_tf32,
-    compare,
     digest,
     is_hopper,
     is_supervised,
@@ -45,17 +43,15 @@ from drumline.parallel import (
     make_strategy,
     pick_dtype,
     promise_an_ending,
-    settings,
     started_again,
     tell_run_dir,
-    versions,
 )
 from drumline.report import JsonlSink, Record, Records, Sink, preparing
-from drumline.train.assembly import Setup, assembled
+from drumline.train.assembly import assembled
 from drumline.train.evaluation import evaluate
 from drumline.train.guard import GuardRules
-from drumline.train.intervals import Intervals
 from drumline.train.loop import FitResult
+from drumline.train.setup import Intervals, Setup
 from drumline.train.step import Backward, Precision, Step
 from drumline.train.summary import conclude, introduction
 
@@ -82,7 +78,7 @@ def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | No
     folder = RunFolder(Path(world.on_main(lambda: str(choose_folder(config).path))))
     world.on_main(lambda: check_resume(config.run.resume_from, folder))
     stored = _stored(folder, world)
-    data = open_in_turn(config, world, progress)
+    data = _open_data(config, world, progress)
     config = world.together(lambda: _settled(config, folder, stored, world))
     with ExitStack() as open_parts:
         world.on_main(lambda: open_parts.enter_context(folder.hold()))
@@ -98,12 +94,12 @@ def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | No
         return conclude(config, data, setup, records, result) if world.is_main else result
 
 
-def open_in_turn(config: TrainConfig, world: World, progress: ProgressCallback | None) -> Data:
-    """Rank 0 prepares the text, then one rank of each other host, which may have its own disk; then all read it."""
-    own = world.place.local_rank == 0
-    first = world.together(lambda: open_data(config, progress=progress) if world.is_main else None)
-    second = world.together(lambda: open_data(config) if own and not world.is_main else None)
-    return world.together(lambda: first or second or open_data(config))
+def _open_data(config: TrainConfig, world: World, progress: ProgressCallback | None) -> Data:
+    if world.size == 1:
+        return open_data(config, progress=progress)
+    from drumline.train.ranks import open_in_turn
+
+    return open_in_turn(config, world, progress)
 
 
 def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
@@ -135,20 +131,18 @@ def _settled(config: TrainConfig, folder: RunFolder, stored: TrainConfig | None,
 
 
 def _total_steps(config: TrainConfig, folder: RunFolder, data: Data, world: World) -> int:
-    """As given, from --epochs, or from the speed of some steps and --minutes; what was chosen so stays."""
     if config.batch.total_steps is not None:
         return config.batch.total_steps
-    if config.batch.epochs is not None:
-        batches = world.together(lambda: _batches(config, data, total_steps=0))
-        return math.ceil(config.batch.epochs * batches.items / batches.plan.sequences)
-    assert config.batch.minutes is not None
-    chosen: int | None = world.on_main(lambda: folder.read_status().get("total_steps"))
-    if chosen is None:
-        from drumline.train.minutes import steps_in
+    from drumline.train.length import steps_in_epochs, steps_in_minutes
 
+    if config.batch.minutes is None:
+        return steps_in_epochs(config, world.together(lambda: _batches(config, data, total_steps=0)))
+
+    def trial() -> tuple[Setup, Callable[[Pulse], Record] | None]:
         setup = _setup(config, folder, data, world, None, total_steps=1)
-        chosen = steps_in(config.batch.minutes, setup, _evaluator(config, data, setup))
-    return chosen
+        return setup, _evaluator(config, data, setup)
+
+    return steps_in_minutes(config.batch.minutes, folder, world, trial)
 
 
 def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: World) -> Records:
@@ -193,7 +187,9 @@ def _setup(
     model = _model(config, data, world)
     facts = {"train_data": data.train.sha256 or f"{len(data.train)} tokens", "vocab_size": data.vocab_size}
     if world.size > 1:
-        compare(world, {**versions(), **settings(config), **facts, **_origins(data, model)})
+        from drumline.train.ranks import agree
+
+        agree(world, config, data, model, facts=facts)
     step = _step(config, model, batches, world, records)
     optim = scaled(config.optim, sequences=batches.plan.sequences)
     return Setup(
@@ -246,15 +242,6 @@ def _step(config: TrainConfig, model: nn.Module, batches: TokenBatches, world: W
 
 def _advice() -> list[str]:
     return room("elastic").under_torchrun() if "TORCHELASTIC_RUN_ID" in os.environ else []
-
-
-def _origins(data: Data, model: nn.Module) -> dict[str, Any]:
-    """What else every rank must have alike."""
-    return {
-        "tokenizer": data.tokenizer.sha256 if data.tokenizer else None,
-        "valid_data": data.valid and (data.valid.sha256 or len(data.valid)),
-        "initial weights": weights_sha256(model),
-    }
 
 
 def _intervals(config: TrainConfig, *, total_steps: int) -> Intervals:

@@ -10,8 +10,8 @@ from drumline.lazy import room
 from drumline.optim import scaled
 from drumline.report import Records, plot_loss
 from drumline.signals import raising
-from drumline.train.assembly import Setup
 from drumline.train.loop import FitResult
+from drumline.train.setup import Setup
 from drumline.units import count
 
 SAMPLE_TOKENS = 120

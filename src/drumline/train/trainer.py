@@ -19,10 +19,10 @@ from drumline.data import BatchPlan, plan_batches, visits
 from drumline.errors import ConfigError, DataError
 from drumline.files import RunFolder
 from drumline.parallel import compare, join, make_strategy, pick_dtype, versions
-from drumline.train.assembly import Setup, assembled
+from drumline.train.assembly import assembled
 from drumline.train.guard import GuardRules
-from drumline.train.intervals import Intervals
 from drumline.train.loop import FitResult
+from drumline.train.setup import Intervals, Setup
 from drumline.train.step import Backward, Objective, Precision, Step
 
 Loss = Callable[[Any, Any], Tensor]

@@ -1,26 +1,43 @@
-"""--minutes: how many steps fit into the time that a run is given."""
+"""The length of a run in steps, where it is given as --epochs or --minutes."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from drumline.data import mix
-from drumline.parallel import Pulse
+from drumline.config import TrainConfig
+from drumline.data import Batches, mix
+from drumline.files import RunFolder
+from drumline.parallel import Pulse, World
 from drumline.report import Record
-from drumline.train.assembly import Setup
+from drumline.train.setup import Setup
 
+Trial = tuple[Setup, Callable[[Pulse], Record] | None]
 _TRIAL_S, _WARM_UPS, _FEWEST = 4.0, 2, 3
 _EVALUATIONS = 11
 """One in each tenth of a run, and about as much again for what is shown at its end."""
 
 
-def steps_in(minutes: float, setup: Setup, evaluate: Callable[[Pulse], Record] | None) -> int:
-    """From steps that are thrown away: the setup's weights change, so it is not the one to train with."""
+def steps_in_epochs(config: TrainConfig, batches: Batches) -> int:
+    assert config.batch.epochs is not None
+    return math.ceil(config.batch.epochs * batches.items / batches.plan.sequences)
+
+
+def steps_in_minutes(minutes: float, folder: RunFolder, world: World, trial: Callable[[], Trial]) -> int:
+    """As many as this machine does in that time. A run that goes on keeps the number that was chosen when it began.
+
+    trial: a setup to measure with; its weights change, so it is not the one to train with
+    """
+    chosen: int | None = world.on_main(lambda: folder.read_status().get("total_steps"))
+    return chosen or _measured(minutes, *trial())
+
+
+def _measured(minutes: float, setup: Setup, evaluate: Callable[[Pulse], Record] | None) -> int:
     began_s = time.perf_counter()
     steps_s = [_seconds(setup, step) for step in _trial_steps(began_s, setup)][_WARM_UPS:]
     evaluation_s = 0.0

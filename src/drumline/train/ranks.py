@@ -1,0 +1,30 @@
+"""What several ranks do before they train: read the data in turn, and agree that they train the same run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from drumline.checkpoint import weights_sha256
+from drumline.config import TrainConfig
+from drumline.data import Data, ProgressCallback, open_data
+from drumline.parallel import World, compare, settings, versions
+
+
+def open_in_turn(config: TrainConfig, world: World, progress: ProgressCallback | None) -> Data:
+    """Rank 0 prepares the text, then one rank of each other host, which may have its own disk; then all read it."""
+    own = world.place.local_rank == 0
+    first = world.together(lambda: open_data(config, progress=progress) if world.is_main else None)
+    second = world.together(lambda: open_data(config) if own and not world.is_main else None)
+    return world.together(lambda: first or second or open_data(config))
+
+
+def agree(world: World, config: TrainConfig, data: Data, model: nn.Module, *, facts: dict[str, Any]) -> None:
+    """Refuse to train where a rank has other versions, settings, data or first weights than the others."""
+    origins = {
+        "tokenizer": data.tokenizer.sha256 if data.tokenizer else None,
+        "valid_data": data.valid and (data.valid.sha256 or len(data.valid)),
+        "initial weights": weights_sha256(model),
+    }
+    compare(world, {**versions(), **settings(config), **facts, **origins})

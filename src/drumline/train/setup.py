@@ -1,0 +1,86 @@
+"""What a run consists of, and when something is due in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from drumline.checkpoint import Retention
+from drumline.data import Batches
+from drumline.files import RunFolder
+from drumline.parallel import World
+from drumline.report import Records
+from drumline.train.guard import GuardRules
+from drumline.train.step import Step
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """What a run consists of, before it has a length."""
+
+    folder: RunFolder
+    world: World
+    step: Step
+    batches: Batches
+    seed: int
+    lr: Callable[[int], float] | None = None
+    """The learning rate of each step; None leaves the optimizer's own alone."""
+    resume_from: str = "auto"
+    allow_change: Sequence[str] = ()
+    retention: Retention = field(default_factory=Retention)
+    guard_rules: GuardRules = field(default_factory=GuardRules)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What must not change while a run goes on, beside what every run has."""
+    config_sha256: str = ""
+    """Of the settings, for the checkpoints' manifests."""
+    flops_per_item: Callable[[int], float] | None = None
+    """Of each step, for MFU."""
+    records: Records | None = None
+    """Where to report; None: the run folder and the console."""
+
+    def all_facts(self) -> dict[str, Any]:
+        plan = self.batches.plan
+        return {
+            "seed": self.seed,
+            "global_batch_size": plan.sequences,
+            "batch_size": plan.micro_batch,
+            "items_per_epoch": self.batches.items,
+            **self.facts,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intervals:
+    """The length of a run and the steps between what happens in it; `step` counts from 1."""
+
+    total_steps: int
+    log_every: int = 10
+    eval_every: int
+    save_every: Fraction
+    """May be a fraction, as of an epoch: due at the first step that reaches a multiple of it."""
+    snapshot_every: int = 0
+    """Copies of the run in memory; 0: none."""
+    compare_every: int = 0
+    """Comparisons of the ranks' weights, beside those before each save; 0: none."""
+
+    def logs(self, step: int) -> bool:
+        return due(step, Fraction(self.log_every), self.total_steps)
+
+    def evaluates(self, step: int) -> bool:
+        return due(step, Fraction(self.eval_every), self.total_steps)
+
+    def saves(self, step: int) -> bool:
+        return due(step, self.save_every, self.total_steps)
+
+    def snapshots(self, step: int) -> bool:
+        return self.snapshot_every > 0 and step % self.snapshot_every == 0
+
+    def compares(self, step: int) -> bool:
+        return self.compare_every > 0 and step % self.compare_every == 0
+
+
+def due(step: int, every: Fraction, last: int) -> bool:
+    """Whether `step`, counted from 1, is the first to reach a multiple of `every`, or the last."""
+    return step == last or step // every > (step - 1) // every
