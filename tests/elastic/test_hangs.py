@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 
 from drumline.elastic import diagnosis
 from drumline.elastic.diagnosis import Cause, End, blame, cause_of_another_host, first_cause, hang_cause
-from drumline.elastic.rendezvous import Meeting
+from drumline.elastic.rendezvous import Rendezvous
 from drumline.elastic.supervisor import Supervisor
 from drumline.elastic.watch import Beat, Hang, Stacks, Watch
 from drumline.parallel.attempt import ATTEMPT, Attempt, promise_an_ending
@@ -214,8 +213,7 @@ def supervisor(tmp_path: Path) -> Iterator[Callable[..., tuple[Supervisor, FakeR
     def make(
         phases: dict[int, str], codes: dict[int, int | None], stacks: dict[int, str], waits_for: Sequence[str] = ()
     ) -> Any:
-        spec = WorkerSpec("rank", len(codes), Meeting(), entrypoint=print, args=(), max_restarts=0)
-        made.append(Supervisor(spec, Meeting(), max_restarts=0, limit_s=5.0))
+        made.append(Supervisor(print, Rendezvous(), nproc=len(codes), max_restarts=0, limit_s=5.0))
         ranks: Any = FakeRanks(tmp_path, codes, stacks)
         made[-1]._attempt, made[-1]._ranks = Attempt(tmp_path), ranks
         for rank, phase in phases.items():
@@ -235,17 +233,15 @@ def test_a_host_whose_ranks_all_wait_leaves_it_to_another_to_name_the_rank_for_a
 ) -> None:
     phases, run = {0: "exchange", 1: "exchange"}, {0: None, 1: None}
     waiting, ranks = supervisor(phases, run, {0: IN_BACKWARD, 1: IN_BACKWARD}, waits_for=[GRADIENTS, GRADIENTS])
-    group: Any = waiting._worker_group
-    group.group_world_size = 2
-    waiting._hang = Hang(0, "exchange", 12, 9.0, frozen=False)
-    assert waiting._name_the_hang() is None and not ranks.killed
-    while (cause := waiting._name_the_hang()) is None:
+    waiting._other_hosts = True
+    hang = Hang(0, "exchange", 12, 9.0, frozen=False)
+    assert waiting._name(hang) is None and not ranks.killed
+    while (cause := waiting._name(hang)) is None:
         assert not ranks.killed
     assert ranks.killed and "waiting, as all ranks here" in cause.line
 
     alone, ranks = supervisor(phases, run, {0: IN_BACKWARD, 1: LOOP}, waits_for=[GRADIENTS, ""])
-    alone._hang = Hang(0, "exchange", 12, 9.0, frozen=False)
-    cause = alone._name_the_hang()
+    cause = alone._name(hang)
     assert isinstance(cause, Cause) and cause.rank == 1 and ranks.killed
 
 
@@ -253,16 +249,15 @@ def test_a_host_whose_only_rank_exits_early_has_not_succeeded(
     supervisor: Callable[..., tuple[Supervisor, FakeRanks]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early, _ = supervisor({1: "data"}, {1: 0}, {})
-    assert early._monitor_workers(early._worker_group).state == WorkerState.FAILED
-    cause = early._settle()
+    cause = early._until_the_attempt_ends()
     assert isinstance(cause, Cause) and cause.line.endswith("ended with exit code 0 at step 12 before the run's end")
     done, _ = supervisor({1: "ending"}, {1: 0}, {})
-    assert done._monitor_workers(done._worker_group).state == WorkerState.SUCCEEDED
+    assert done._until_the_attempt_ends() == 0
     monkeypatch.setenv(ATTEMPT, str(tmp_path))
     starting, _ = supervisor({1: "starting"}, {1: 0}, {})
-    assert starting._monitor_workers(starting._worker_group).state == WorkerState.SUCCEEDED
+    assert starting._until_the_attempt_ends() == 0
     promise_an_ending()
-    assert starting._monitor_workers(starting._worker_group).state == WorkerState.FAILED
+    assert isinstance(starting._until_the_attempt_ends(), Cause)
 
 
 def test_only_what_is_shown_after_it_was_asked_for_is_read(tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_host_with_other_text_is_named_before_the_first_step(hosts: Hosts, dis
     assert "step 1/6" not in first.said
 
 
-def test_a_meeting_port_that_is_in_use_is_named(hosts: Hosts, text: Path) -> None:
+def test_a_rendezvous_port_that_is_in_use_is_named(hosts: Hosts, text: Path) -> None:
     listening = (
         "import os, socket, sys; taken = socket.create_server(('', int(os.environ['MASTER_PORT']))); "
         "taken.set_inheritable(True); os.execv(sys.argv[1], sys.argv[1:])"

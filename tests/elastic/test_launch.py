@@ -15,11 +15,11 @@ from helpers.launchers import rank_process, wait_until_gone, wait_until_it_catch
 from helpers.small import small
 from helpers.warm import Warm
 
-from drumline.elastic.launch import meeting_port
+from drumline.elastic.launch import rendezvous_port
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError
 from drumline.files.run_folder import RunFolder
 from drumline.network.interfaces import free_port
-from drumline.parallel import world as cluster
+from drumline.parallel import group
 from drumline.parallel.group import check_backend
 from drumline.parallel.place import find_place
 from drumline.parallel.world import Place
@@ -205,9 +205,9 @@ def test_a_master_port_in_use_is_replaced_on_one_machine() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert meeting_port(str(taken.getsockname()[1])) == 0
+        assert rendezvous_port(str(taken.getsockname()[1])) == 0
     port = free_port()
-    assert meeting_port(str(port)) == port and meeting_port(None) == 0
+    assert rendezvous_port(str(port)) == port and rendezvous_port(None) == 0
 
 
 def test_variables_that_are_not_numbers_are_named() -> None:
@@ -243,5 +243,5 @@ def test_a_rank_waits_for_rank_0_to_listen_before_it_leaves_the_waiting_to_torch
         return contextlib.nullcontext()
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    cluster._wait_for_rank_0(Place(rank, 3, rank, "host-a", 29500))
+    group._wait_for_rank_0(Place(rank, 3, rank, "host-a", 29500))
     assert given == [("host-a", 29500)] * asked

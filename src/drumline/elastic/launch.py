@@ -6,14 +6,13 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import WorkerSpec
-
 from drumline.config import TrainConfig
-from drumline.elastic.leader import Lease, MeetingPoint
-from drumline.elastic.rendezvous import HostsMeeting, Meeting
+from drumline.elastic.leader import Lease, RendezvousPoint
+from drumline.elastic.rendezvous import HostsRendezvous, Rendezvous
 from drumline.elastic.supervisor import Supervisor
 from drumline.errors import RunLostError
 from drumline.files import RunFolder
@@ -27,24 +26,24 @@ def launch_training(config: TrainConfig, *, nproc: int) -> int:
     return _supervise(
         _train_rank,
         (config,),
-        _meeting(config),
+        _rendezvous(config),
         nproc=nproc,
         max_restarts=ranks.max_restarts,
         hang_timeout=ranks.hang_timeout,
     )
 
 
-def _meeting(config: TrainConfig) -> Meeting:
+def _rendezvous(config: TrainConfig) -> Rendezvous:
     fewest, most = config.ranks.hosts
     if most == 1:
         return _alone()
     lease = Lease(RunFolder(Path(config.run.run_dir)).leader) if config.run.run_dir else None
-    point = MeetingPoint(config.ranks.rdzv_endpoint, lease, say=logging.getLogger(__name__).warning)
-    return HostsMeeting(point, fewest=fewest, most=most)
+    point = RendezvousPoint(config.ranks.rdzv_endpoint, lease, say=logging.getLogger(__name__).warning)
+    return HostsRendezvous(point, fewest=fewest, most=most)
 
 
-def _alone() -> Meeting:
-    return Meeting(meeting_port(os.environ.get("MASTER_PORT")))
+def _alone() -> Rendezvous:
+    return Rendezvous(rendezvous_port(os.environ.get("MASTER_PORT")))
 
 
 def start_ranks(
@@ -70,7 +69,7 @@ def start_ranks(
 def _supervise(
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     *,
     nproc: int,
     max_restarts: int | None,
@@ -79,9 +78,8 @@ def _supervise(
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
     # Ranks meet at a store that is new in each attempt: at that of the attempt before they may wait for ever.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    spec = WorkerSpec("rank", nproc, meeting, entrypoint=function, args=args, max_restarts=max_restarts or 0)
-    supervisor = Supervisor(spec, meeting, max_restarts=max_restarts, limit_s=hang_timeout)
-    return int(supervisor.run().return_values[0])
+    work = partial(function, *args)
+    return Supervisor(work, rendezvous, nproc=nproc, max_restarts=max_restarts, limit_s=hang_timeout).run()
 
 
 def _train_rank(config: TrainConfig) -> None:
@@ -90,7 +88,7 @@ def _train_rank(config: TrainConfig) -> None:
     sys.exit(train_here(config))
 
 
-def meeting_port(wanted: str | None) -> int:
+def rendezvous_port(wanted: str | None) -> int:
     """The port the ranks meet at: MASTER_PORT if it is set and free, else any free one."""
     if not wanted:
         return 0

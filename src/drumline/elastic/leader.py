@@ -1,4 +1,4 @@
-"""Which host keeps the meeting point: a fixed one, or whoever holds the lease in a folder that all hosts see.
+"""Which host keeps the rendezvous store: a fixed one, or whoever holds the lease in a folder that all hosts see.
 
 The lease is a file `epoch-N.json`, made by whoever is first and touched every second. A host that can neither reach the
 leader nor sees it touch its lease makes the next epoch and leads; whoever led before finds the newer epoch and follows.
@@ -48,7 +48,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Reached:
-    """A meeting point that answers."""
+    """A rendezvous store that answers."""
 
     point: Point
     own_address: str
@@ -120,7 +120,7 @@ class Lease:
         return self._folder / f"epoch-{epoch}.json"
 
 
-class MeetingPoint:
+class RendezvousPoint:
     """Finds the store where hosts meet, or keeps it."""
 
     def __init__(self, endpoint: str | None, lease: Lease | None, *, say: Callable[[str], None]) -> None:
@@ -136,7 +136,7 @@ class MeetingPoint:
             )
 
     def reach(self) -> Reached:
-        """Wait for a meeting point that answers; keep one ourselves where that is our turn."""
+        """Wait for a store that answers; keep one ourselves where that is our turn."""
         for _ in self._tries():
             point = self._lease.newest() if self._lease else None
             if self._ours is not None and (point is None or point.epoch <= self._ours[0].epoch):

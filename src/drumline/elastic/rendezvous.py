@@ -1,4 +1,4 @@
-"""Where the launchers of a run's hosts meet and agree who takes part. One host needs nobody: it meets itself."""
+"""The rendezvous: launchers of a run's hosts find each other and agree who takes part. One host needs no other."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import wait
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, cast
 
-from torch._C._distributed_c10d import HashStore
-from torch.distributed.elastic.rendezvous import RendezvousHandler, dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-from drumline.elastic.leader import MeetingPoint, Reached
+from drumline.elastic.leader import Reached, RendezvousPoint
 from drumline.network import free_port, in_background, within
 
 Change = Literal["", "joined", "moved on", "left", "cut off"]
@@ -30,7 +30,24 @@ _CAUSE_S, _ASK_S = 1.0, 0.1
 _TIMEOUT = RendezvousTimeout(join=timedelta(days=365), last_call=timedelta(seconds=1))
 
 
-class Meeting(RendezvousHandler):
+@dataclass(frozen=True)
+class Hosts:
+    """Who takes part in an attempt, as the launcher of one host sees it."""
+
+    number: int
+    """This host's, from 0."""
+    ranks: tuple[int, ...]
+    """How many each host has."""
+    master_addr: str
+    master_port: int
+
+    @property
+    def first_rank(self) -> int:
+        """Of this host."""
+        return sum(self.ranks[: self.number])
+
+
+class Rendezvous:
     """One host alone. Its ranks meet at a port that is new in each attempt, and hear from no other machine."""
 
     elastic = False
@@ -38,10 +55,18 @@ class Meeting(RendezvousHandler):
 
     def __init__(self, port: int = 0) -> None:
         self._port = port
-        self._run_id = uuid.uuid4().hex
+        self.run_id = uuid.uuid4().hex
+
+    def meet(self, nproc: int) -> Hosts:
+        """Wait until all hosts are there that the next attempt needs; RuntimeError if one of them goes away again.
+
+        nproc: how many ranks this host brings along
+        """
+        port, self._port = self._port or free_port(), 0
+        return Hosts(0, (nproc,), "localhost", port)
 
     def change(self) -> Change:
-        """What happened to the hosts since the last meeting; answers at once."""
+        """What happened to the hosts since they met; answers at once."""
         return ""
 
     def forget(self) -> None:
@@ -57,53 +82,40 @@ class Meeting(RendezvousHandler):
     def leave(self, *, finished: bool, hurry: Callable[[], bool] = lambda: False) -> None:
         """This host is done. When its ranks have finished it waits for the other hosts' to do so, unless in a hurry."""
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        port, self._port = self._port or free_port(), 0
-        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("localhost", port))
-
-    def get_backend(self) -> str:
-        return "drumline"
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def shutdown(self) -> bool:
-        return True
-
 
 def _brief_delay(seconds: float | tuple[float, float]) -> None:
     time.sleep(_ASK_S)
 
 
-# Torch's rendezvous asks for news once a second and believes them for another, which is most of a restart.
-# A few hundred hosts may ask more often.
+# Torch's rendezvous asks for news once a second and believes them for another, and no setting says otherwise: this
+# patch, and the cache's below, are most of what makes a restart quick. A few hundred hosts may ask more often.
 dynamic_rendezvous._delay = _brief_delay  # type: ignore[attr-defined]
 
 
-class HostsMeeting(Meeting):
+class HostsRendezvous(Rendezvous):
     """Several hosts, through torch's rendezvous. Every wait for the store is in a thread that can be left behind:
     a link that goes silent would hold it for minutes."""
 
-    def __init__(self, point: MeetingPoint, *, fewest: int, most: int) -> None:
+    def __init__(self, point: RendezvousPoint, *, fewest: int, most: int) -> None:
         super().__init__()
         self.elastic = fewest < most
         self._point = point
         self._fewest, self._most = fewest, most
+        self.run_id = _RUN_ID
         self._reached: Reached | None = None
         self._handler: DynamicRendezvousHandler | None = None
         self._look: _Look | None = None
         self._info: RendezvousInfo | None = None
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def meet(self, nproc: int) -> Hosts:
+        info = self._next()
+        at = info.bootstrap_store_info
+        assert at is not None
+        info.store.set(f"ranks/{info.rank}", str(nproc))
+        ranks = info.store.multi_get([f"ranks/{number}" for number in range(info.world_size)])  # waits for them
+        return Hosts(info.rank, tuple(map(int, ranks)), at.master_addr, at.master_port)
+
+    def _next(self) -> RendezvousInfo:
         self._info = None
         while True:
             if self._handler is None or self._look is None or self._look.is_silent:
@@ -184,7 +196,7 @@ class HostsMeeting(Meeting):
 class _Look:
     """A thread with a connection of its own that looks at who takes part, again and again."""
 
-    def __init__(self, reached: Reached, point: MeetingPoint) -> None:
+    def __init__(self, reached: Reached, point: RendezvousPoint) -> None:
         self._reached, self._point = reached, point
         self.ended = threading.Event()
         self._lock = threading.Lock()
@@ -223,9 +235,9 @@ class _Look:
         try:
             backend = C10dRendezvousBackend(self._reached.connect(), _RUN_ID)
             while not self.ended.wait(_LOOK_S):
-                found = backend.get_state()
+                answer = backend.get_state()
                 self._superseded = self._point.superseded(self._reached.point)
-                self._see(pickle.loads(found[0]) if found else None)
+                self._see(pickle.loads(answer[0]) if answer else None)
         except Exception:
             self._broken = True
 

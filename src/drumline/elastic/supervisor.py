@@ -1,4 +1,4 @@
-"""Start ranks, watch them, and start them again when one dies or hangs: torch's elastic agent with our own processes.
+"""Start ranks, watch them, and start them again when one dies or hangs.
 
 What it knows of a rank is its exit code and what lies in the attempt's folder: heartbeat, exception and stacks.
 It never computes, and holds no connection that a rank needs.
@@ -14,24 +14,16 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-from torch.distributed.elastic.agent.server.api import (
-    DEFAULT_ROLE,
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from drumline.elastic.diagnosis import Cause, End, blame, cause_of_another_host, first_cause, hang_cause, read_end
 from drumline.elastic.rank_process import Ranks, end_server, start_server
-from drumline.elastic.rendezvous import Meeting
+from drumline.elastic.rendezvous import Hosts, Rendezvous
 from drumline.elastic.watch import Beat, Hang, Stacks, Watch, read_pulse, read_run_dir
 from drumline.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError, PeersLostError, RunLostError
 from drumline.files import RunFolder, publish
@@ -59,139 +51,129 @@ class _InterruptedError(Exception):
     """A signal to stop came while there was nothing that could be saved."""
 
 
-class Supervisor(SimpleElasticAgent):
+class Supervisor:
     """The ranks of this host, from the first attempt to the end of the run."""
 
-    def __init__(self, spec: WorkerSpec, meeting: Meeting, *, max_restarts: int | None, limit_s: float | None) -> None:
-        super().__init__(spec)
-        self._meeting = meeting
+    def __init__(
+        self,
+        work: Callable[[], Any],
+        rendezvous: Rendezvous,
+        *,
+        nproc: int,
+        max_restarts: int | None,
+        limit_s: float | None,
+    ) -> None:
+        self._work, self._nproc = work, nproc
+        self._rendezvous = rendezvous
         self._max_restarts = max_restarts
         self._limit_s = limit_s
         self._scratch = _scratch()
         self._attempt = Attempt(self._scratch)
         self._ranks = Ranks()
         self._watch = Watch(limit_s)
-        self._hang: Hang | None = None
         self._stops: list[int] = []
         self._attempts = self._restarts = self._excused = 0
+        self._other_hosts = False
         self._may_raise = False
         self._asked_s: float | None = None
         self._reached = -1
         self._barren: list[Cause] = []
 
-    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        """Until the run is over; `return_values[0]` is its exit code. RunLostError when it cannot go on."""
+    def run(self) -> int:
+        """Until the run is over; gives its exit code. RunLostError when it cannot go on."""
         with counting(then=self._interrupt) as self._stops:
             try:
                 self._may_raise = True
-                self._check_stops()
-                return self._invoke_run(role)
+                start_server(self._nproc)
+                return self._attempts_until_the_end()
             except _InterruptedError:
                 end_server()  # it may still be importing, with a rank on order
-                return _result(EXIT_INTERRUPTED)
+                return EXIT_INTERRUPTED
             finally:
                 self._may_raise = False
-                self._shutdown()
+                self._ranks.kill()
+                self._rendezvous.leave(finished=False)
+                shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
-        group = self._worker_group
-        start_server(group.spec.local_world_size)
+    def _attempts_until_the_end(self) -> int:
         while True:
             self._may_raise = True
-            self._check_stops()
-            self._meet(group)
-            self._start_workers(group)
+            if self._stops:
+                raise _InterruptedError
+            self._start(self._meet())
             self._may_raise = False
-            ended = self._until_the_attempt_ends(group)
+            ended = self._until_the_attempt_ends()
             if isinstance(ended, int):
-                self._meeting.leave(finished=ended == 0, hurry=lambda: bool(self._stops))
-                return _result(ended)
+                self._rendezvous.leave(finished=ended == 0, hurry=lambda: bool(self._stops))
+                return ended
             cause = self._first_of_all_hosts(ended)
             if cause is not None:
                 self._after_crash(cause)
 
-    def _meet(self, group: WorkerGroup) -> None:
+    def _meet(self) -> Hosts:
         while True:
             try:
-                self._rendezvous(group)
-                return
+                return self._rendezvous.meet(self._nproc)
             except (RuntimeError, RendezvousError):  # a host went away in the middle of it
-                self._meeting.forget()
+                self._rendezvous.forget()
                 time.sleep(_POLL_S)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        spec = worker_group.spec
+    def _start(self, hosts: Hosts) -> None:
+        """Start the ranks of the next attempt."""
         self._attempts += 1
         self._attempt = Attempt.numbered(self._scratch, self._attempts)
         self._attempt.folder.mkdir()
         self._ranks, self._watch = Ranks(), Watch(self._limit_s)
-        self._hang = self._asked_s = None
+        self._asked_s = None
         self._excused = 0
-        assert callable(spec.entrypoint)
-        for worker in worker_group.workers:
-            place = {
-                "RANK": worker.global_rank,
-                "LOCAL_RANK": worker.local_rank,
-                "WORLD_SIZE": worker.world_size,
-                "LOCAL_WORLD_SIZE": spec.local_world_size,
-                "GROUP_RANK": worker_group.group_rank,
-                "GROUP_WORLD_SIZE": worker_group.group_world_size,
-                "ROLE_NAME": spec.role,
-                "ROLE_RANK": worker.role_rank,
-                "ROLE_WORLD_SIZE": worker.role_world_size,
-                "MASTER_ADDR": worker_group.master_addr,
-                "MASTER_PORT": worker_group.master_port,
-                "TORCHELASTIC_RESTART_COUNT": self._restarts,
-                "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
-                "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-                "TORCHELASTIC_USE_AGENT_STORE": False,
-                ATTEMPT: self._attempt.folder,
-            }
-            environ = {
-                "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-                **os.environ,
-                **{name: str(value) for name, value in place.items()},
-            }
-            worker.id = self._ranks.start(worker.global_rank, environ, spec.entrypoint, spec.args)
-        return {worker.local_rank: worker.id for worker in worker_group.workers}
+        self._other_hosts = len(hosts.ranks) > 1
+        for local_rank in range(self._nproc):
+            environ = {**os.environ, **self._place(hosts, local_rank)}
+            self._ranks.start(hosts.first_rank + local_rank, environ, self._work)
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._ranks.kill()
+    def _place(self, hosts: Hosts, local_rank: int) -> dict[str, str]:
+        """The variables that tell a rank its place, by the names that torchrun gives them."""
+        rank, size = hosts.first_rank + local_rank, sum(hosts.ranks)
+        place = {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "RANK": rank,
+            "LOCAL_RANK": local_rank,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": self._nproc,
+            "GROUP_RANK": hosts.number,
+            "GROUP_WORLD_SIZE": len(hosts.ranks),
+            "ROLE_NAME": "rank",
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": size,
+            "MASTER_ADDR": hosts.master_addr,
+            "MASTER_PORT": hosts.master_port,
+            "TORCHELASTIC_RESTART_COUNT": self._restarts,
+            "TORCHELASTIC_MAX_RESTARTS": self._max_restarts or 0,
+            "TORCHELASTIC_RUN_ID": self._rendezvous.run_id,
+            "TORCHELASTIC_USE_AGENT_STORE": False,
+            ATTEMPT: self._attempt.folder,
+        }
+        return {name: str(value) for name, value in place.items()}
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._ranks.kill()
-        self._meeting.leave(finished=False)
-        shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """HEALTHY while all run, FAILED when one has ended otherwise than well, UNHEALTHY when one hangs."""
-        codes = self._ranks.codes()
-        if any(codes.values()) or (0 in codes.values() and any(end.is_early for end in self._ends(codes))):
-            return RunResult(WorkerState.FAILED)
-        if all(code == 0 for code in codes.values()):
-            return RunResult(WorkerState.SUCCEEDED, return_values=dict(codes))
-        self._hang = self._watch.look(self._beats(), time.monotonic())
-        return RunResult(WorkerState.UNHEALTHY if self._hang else WorkerState.HEALTHY)
-
-    def _until_the_attempt_ends(self, group: WorkerGroup) -> int | Cause | None:
+    def _until_the_attempt_ends(self) -> int | Cause | None:
         """An exit code when the run is over, why it crashed, or None to start again with other hosts."""
         while True:
             time.sleep(_POLL_S)
-            group.state = self._monitor_workers(group).state
-            if group.state == WorkerState.SUCCEEDED:
-                return 0
-            if group.state == WorkerState.FAILED:
+            codes = self._ranks.codes()
+            if any(codes.values()) or (0 in codes.values() and any(end.is_early for end in self._ends(codes))):
                 return self._settle()
-            if group.state == WorkerState.UNHEALTHY:
-                cause = self._name_the_hang()
-                if cause is not None:
-                    return self._interrupted_by(cause) if self._stops else cause
+            if all(code == 0 for code in codes.values()):
+                return 0
+            hang = self._watch.look(self._beats(), time.monotonic())
+            cause = self._name(hang) if hang else None
+            if cause is not None:
+                return self._interrupted_by(cause) if self._stops else cause
             if len(self._stops) > 1 or (self._asked_s and time.monotonic() - self._asked_s > _SAVE_S):
-                self._stop_workers(group)
+                self._ranks.kill()
                 return EXIT_INTERRUPTED
-            change = self._meeting.change()
+            change = self._rendezvous.change()
             if change in ("left", "cut off") or (change == "moved on" and self._waits_in_vain()):
-                self._stop_workers(group)
+                self._ranks.kill()
                 _say(f"{socket.gethostname()}: {_CHANGES[change]}")
                 return None
             if (self._stops or change) and self._asked_s is None:
@@ -214,16 +196,16 @@ class Supervisor(SimpleElasticAgent):
         self._ranks.kill()
         ends = self._ends(codes)
         crashed = [end for end in ends if end.is_early or end.code not in (0, None, *EXIT_CODES)]
-        told = [end.code for end in ends if end.code in EXIT_CODES]
+        given = [end.code for end in ends if end.code in EXIT_CODES]
         if self._stops:
-            return EXIT_STOPPED if EXIT_STOPPED in told else told[0] if told else EXIT_INTERRUPTED
+            return EXIT_STOPPED if EXIT_STOPPED in given else given[0] if given else EXIT_INTERRUPTED
         by_us = -signal.SIGTERM if self._asked_s else None
         if all(end.is_symptom or end.code == by_us for end in crashed):
-            if self._asked_s or (self._meeting.elastic and EXIT_STOPPED in told):
-                mistakes = [code for code in told if code != EXIT_STOPPED]
+            if self._asked_s or (self._rendezvous.elastic and EXIT_STOPPED in given):
+                mistakes = [code for code in given if code != EXIT_STOPPED]
                 return mistakes[0] if mistakes else None  # all saved, to go on with other hosts
-            if told:
-                return told[0]
+            if given:
+                return given[0]
         return first_cause(ends)
 
     def _patience_s(self) -> float:
@@ -235,35 +217,34 @@ class Supervisor(SimpleElasticAgent):
             return _SAVE_S
         return _LEAVE_S if self._asked_s or any(end.code in EXIT_CODES for end in ends) else _SYMPTOM_S
 
-    def _name_the_hang(self) -> Cause | None:
-        """Say which rank hung, by the stacks of all, and end them; None: they wait for a rank of another host."""
-        assert self._hang is not None
-        codes, pid = self._ranks.codes(), self._ranks.pid(self._hang.rank)
+    def _name(self, hang: Hang) -> Cause | None:
+        """Say which rank hung, with the stacks of all, and end them; None: they wait for a rank of another host."""
+        codes, pid = self._ranks.codes(), self._ranks.pid(hang.rank)
         stopped = _process_state(pid) == psutil.STATUS_STOPPED
         ends = self._ends(codes)
         shown = Stacks(self._attempt, [rank for rank, code in codes.items() if code is None])
         self._ranks.send(SHOW_STACKS)
-        shown.wait(but=self._hang.rank if stopped else None)
+        shown.wait(but=hang.rank if stopped else None)
         if stopped:  # it shows its stack as soon as it goes on, and is ended right after
             os.kill(pid, signal.SIGCONT)
             shown.wait()
         stacks = shown.read()
-        hang = blame(self._hang, ends, stacks)
-        if hang is None and (self._worker_group.group_world_size or 1) > 1 and self._excused < _EXCUSES:
+        blamed = blame(hang, ends, stacks)
+        if blamed is None and self._other_hosts and self._excused < _EXCUSES:
             self._excused += 1
             self._watch.excuse(time.monotonic())
             return None
         self._ranks.kill()
-        return hang_cause(hang or self._hang, ends, stopped=stopped, stacks=stacks, all_wait=hang is None)
+        return hang_cause(blamed or hang, ends, stopped=stopped, stacks=stacks, all_wait=blamed is None)
 
     def _first_of_all_hosts(self, cause: Cause | None) -> Cause | None:
         """Where no rank here failed, or only because its peers were gone, the host of the first to die knows better."""
         if cause is not None and cause.kind != "lost peer":
-            self._meeting.share(cause.as_dict())
+            self._rendezvous.share(cause.as_dict())
             return cause
-        if cause is None and self._meeting.change() in ("left", "cut off"):
+        if cause is None and self._rendezvous.change() in ("left", "cut off"):
             return None  # who would tell is gone
-        shared = self._meeting.shared(wait=cause is not None)
+        shared = self._rendezvous.shared(wait=cause is not None)
         return cause_of_another_host(shared, self._ends(self._ranks.codes())) if shared else cause
 
     def _after_crash(self, cause: Cause) -> None:
@@ -331,19 +312,6 @@ class Supervisor(SimpleElasticAgent):
         if self._may_raise:
             self._may_raise = False
             raise _InterruptedError
-
-    def _check_stops(self) -> None:
-        if self._stops:
-            raise _InterruptedError
-
-    @contextlib.contextmanager
-    def record_duration(self, state: str) -> Iterator[None]:
-        """Torch's events look up this host's name, which takes seconds where it has none."""
-        yield
-
-
-def _result(code: int) -> RunResult:
-    return RunResult(WorkerState.SUCCEEDED if code == 0 else WorkerState.FAILED, return_values={0: code})
 
 
 def _say(*lines: str) -> None:

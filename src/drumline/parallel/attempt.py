@@ -21,7 +21,7 @@ memory, /dev/shm/drumline-PID-X/attempt-N, which the ranks find in the variable 
     exit code of a rank        what the supervisor does
     0 in phase `ending`        done, once all ranks are
     75 (stopped)               ends with 75; starts again where it was a change of hosts that asked for it
-    1, 2, 3 (DrumlineError)    ends with the same: starting again would not help
+    1, 2, 3, 130              ends with the same: starting again would not help
     anything else, a signal    names the first cause, writes status.json (`restarting`), starts attempt-N+1
 
 Ranks that are started again (N > 1) resume from the newest snapshot or checkpoint. Where the user gave --resume_from,
