@@ -1,4 +1,4 @@
-"""A trained run put to use: judged on held-out tokens, or asked to write."""
+"""A trained run put to use: evaluated on held-out tokens, or asked to write."""
 
 from __future__ import annotations
 
