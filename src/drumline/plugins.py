@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,31 @@ def load_plugin(value: str) -> Callable[..., Any]:
             fix=f"did you mean {module_name}:{near[0]}?" if near else "name a function or class of that module",
         )
     return plugin  # type: ignore[no-any-return]
+
+
+def check_call(value: str, plugin: Callable[..., Any], *given: Any, flag: str, options: Mapping[str, Any]) -> None:
+    """Refuse options that a plugin has no parameter for, and a call without an option that it needs.
+
+    given: what it is called with besides; flag: the setting that the options come from
+    """
+    try:
+        signature = inspect.signature(plugin)
+    except ValueError:
+        return  # not written in Python
+    try:
+        signature.bind(*given, **options)
+        return
+    except TypeError:
+        names = list(signature.parameters)[len(given) :]
+    unknown = [name for name in options if name not in names]
+    listed = f"its options: {', '.join(names)}" if names else f"leave out --{flag}"
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], names, n=1)
+        fix = f"did you mean {near[0]}? {listed}" if near else listed
+        raise ConfigError(f"{value} has no option {unknown[0]}", fix=fix)
+    needed = [name for name in names if signature.parameters[name].default is inspect.Parameter.empty]
+    missing = ", ".join(name for name in needed if name not in options)
+    raise ConfigError(f"{value} cannot be called without {missing}", fix=f"add --{flag} NAME=VALUE for each")
 
 
 def plugin_file(value: str) -> Path | None:

@@ -244,3 +244,27 @@ def test_a_run_started_without_standard_streams_trains_and_keeps_its_files_apart
     folder = RunFolder(tmp_path / "run")
     assert done.returncode == 0 and folder.read_status()["state"] == "finished"
     assert "finished: " in folder.log.read_text()
+
+
+def test_model_options_reach_a_model_of_your_own_are_kept_and_may_not_change(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("nets_of_mine.py").write_text(
+        "from drumline import GPT\n\n\ndef net(shape, *, width=1, tag):\n    assert (width, tag) == (3, 'a b')\n"
+        "    return GPT(shape)\n"
+    )
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    mine = ("--run_dir", "mine", "--model", "nets_of_mine:net", "--model_options", "width=3")
+    assert train(*mine) == EXIT_USER
+    assert "nets_of_mine:net cannot be called without tag" in capsys.readouterr().err
+    assert train(*mine, "--model-options=tag=a b", "--model_options", "with=3") == EXIT_USER
+    assert "has no option with\n  fix: did you mean width? its options: width, tag" in capsys.readouterr().err
+    assert train(*mine, "--model-options=tag=a b") == 0
+    assert run_command(["train", "--run_dir", "mine"]) == 0
+    assert '[model_options]\ntag = "a b"\nwidth = 3\n' in Path("mine/config.toml").read_text()
+    capsys.readouterr()
+    assert run_command(["train", "--run_dir", "mine", "--model_options", "tag=b"]) == EXIT_USER
+    assert "was started with other settings: model_options" in capsys.readouterr().err
+    assert run_command(["train", "--model_options", "width=3"]) == EXIT_USER
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "not for --model gpt" in lines[0]

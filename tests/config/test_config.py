@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline.config.model import GPTConfig, GPTOptions, ModelSettings
+from drumline.config.options import plugin_options
 from drumline.config.presets import PRESETS, gpt_config, with_preset
 from drumline.config.resolve import refuse_changes, resolved, with_stored_batch
 from drumline.config.settings import BatchConfig, DataConfig, OptimConfig, RunConfig, TrainConfig, names_with
@@ -203,3 +204,28 @@ def test_resolving_refuses_what_cannot_work() -> None:
     with pytest.raises(ConfigError, match="--allow_change learning_rate") as raised:
         resolved(TrainConfig(run=RunConfig(allow_change=("learning_rate",))))
     assert "use the name of a flag" in raised.value.fix
+
+
+def test_model_options_are_toml_values_and_a_table_of_their_own_in_a_config_file(tmp_path: Path) -> None:
+    words = ("width=3", "name=wide net", "rates=[0.5, 1]", "tied = true", 'path="a=b"', "width=4")
+    config = TrainConfig(model=ModelSettings(model="my_models:net", model_options=words))
+    assert plugin_options(config.model.model_options) == {
+        "name": "wide net",
+        "path": "a=b",
+        "rates": [0.5, 1],
+        "tied": True,
+        "width": 4,
+    }
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(config), encoding="utf-8")
+    assert '[model_options]\nname = "wide net"\npath = "a=b"\n' in file.read_text()
+    assert from_settings(read_settings(file)) == config
+    other = replace(config, model=replace(config.model, model_options=("width=5",)))
+    assert differences(config, other).keys() == {"model_options"} <= agreed_settings(config).keys()
+
+
+def test_model_options_without_a_model_of_your_own_or_a_value_are_refused() -> None:
+    with pytest.raises(ConfigError, match="not for --model gpt"):
+        ModelSettings(model_options=("width=3",))
+    with pytest.raises(ConfigError, match="'width' is not of the form key=value"):
+        ModelSettings(model="my_models:net", model_options=("width",))

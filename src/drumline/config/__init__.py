@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from drumline.config.facts import ANY, did_you_mean
     from drumline.config.flags import flag
     from drumline.config.model import GPTConfig, ModelSettings
+    from drumline.config.options import plugin_options
     from drumline.config.presets import PRESETS, RECIPES, filled, gpt_config, preset, with_preset
     from drumline.config.resolve import check_allowed, refuse_changes, resolved, with_stored_batch
     from drumline.config.settings import (

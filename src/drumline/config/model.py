@@ -109,8 +109,23 @@ class ModelChoice:
     """Defaults for initialization, model options, optimizer and schedule. Default: the preset's."""
     model: str = "gpt"
     """gpt, or package.module:name of a function that takes a GPTConfig and returns an nn.Module."""
+    model_options: tuple[str, ...] = ()
+    """key=value, passed as a keyword argument to the function that --model names. May be repeated."""
     context: int | None = None
     """Sequence length in tokens. Default: the preset's."""
+
+    def __post_init__(self) -> None:
+        if not self.model_options:
+            return
+        from drumline.config.options import option_words, plugin_options
+
+        if self.model == "gpt":
+            raise ConfigError(
+                f"model_options {' '.join(self.model_options)} are for a model of your own, not for --model gpt",
+                fix="name its function, as --model my_module:my_model, or use the flags of the GPT, as --n_layers",
+            )
+        # One spelling for each value, so that configs can be compared.
+        object.__setattr__(self, "model_options", tuple(option_words(plugin_options(self.model_options))))
 
 
 def _options_left_open(kind: type[T]) -> type[T]:

@@ -37,20 +37,28 @@ def read_settings(path: Path) -> dict[str, Any]:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"{path} is not valid TOML: {error}", fix="mend that line; docs/configuration.md shows the form"
+            f"{path} is not valid TOML: {error}", fix="fix that line; docs/configuration.md has examples"
         ) from None
     known = sections()
     settings: dict[str, Any] = {}
     for key, value in tables.items():
-        inside = value if isinstance(value, dict) else {key: value}
-        if isinstance(value, dict) and key not in known:
+        is_section = isinstance(value, dict) and key != "model_options"
+        inside = value if is_section else {key: value}
+        if is_section and key not in known:
             raise _unknown(path, f"[{key}]", key, list(known))
-        names = known[key] if isinstance(value, dict) else [name for section in known.values() for name in section]
+        names = known[key] if is_section else [name for section in known.values() for name in section]
         for name, setting in inside.items():
             if name not in names:
                 raise _unknown(path, name, name, names)
-            settings[name] = setting
+            settings[name] = _as_words(setting) if name == "model_options" else setting
     return settings
+
+
+def _as_words(options: dict[str, Any] | list[str]) -> list[str]:
+    """The table [model_options], as its flags would give it."""
+    from drumline.config.options import option_words
+
+    return option_words(options) if isinstance(options, dict) else options
 
 
 def _unknown(path: Path, shown: str, key: str, names: list[str]) -> UnknownKeyError:
@@ -64,15 +72,20 @@ def _unknown(path: Path, shown: str, key: str, names: list[str]) -> UnknownKeyEr
 def to_toml(config: TrainConfig) -> str:
     """The whole config as a TOML file that --config reads back to the same config."""
     lines: list[str] = []
-    for section, settings in asdict(config).items():
+    tables = asdict(config)
+    options = tables["model"].pop("model_options")
+    for section, settings in tables.items():
         lines.append(f"[{section}]")
         # TOML has no null: a setting that is None is left out, which reads back as None.
-        lines += [f"{name} = {_value(value)}" for name, value in settings.items() if value is not None]
+        lines += [f"{name} = {toml_value(value)}" for name, value in settings.items() if value is not None]
         lines.append("")
+    if options:
+        lines += ["[model_options]", *(word.replace("=", " = ", 1) for word in options), ""]
     return "\n".join(lines)
 
 
-def _value(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """A setting's value as TOML."""
     if isinstance(value, float):
         return repr(value)
     # JSON's strings, numbers, booleans and arrays are TOML's too, but for DEL, which TOML wants escaped.

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.model.build import build_model, flops_per_token, token_objective
+    from drumline.model.build import build_model, checked_plugin, flops_per_token, token_objective
     from drumline.model.gpt import GPT, CausalSelfAttention, KVCache, RMSNorm, TransformerBlock
     from drumline.model.loss import (
         IGNORED,

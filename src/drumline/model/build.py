@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor, nn
 
 from drumline.config import TrainConfig, gpt_config
 from drumline.model.gpt import GPT
-from drumline.plugins import load_plugin
+from drumline.plugins import check_call, load_plugin
 
 _VOCAB_MULTIPLE = 64
 
@@ -17,8 +20,21 @@ def build_model(config: TrainConfig, *, vocab_size: int) -> nn.Module:
     shape = gpt_config(config.model, vocab_size=padded)
     if config.model.model == "gpt":
         return GPT(shape)
-    model: nn.Module = load_plugin(config.model.model)(shape)
+    make, options = checked_plugin(config)
+    model: nn.Module = make(shape, **options)
     return model
+
+
+def checked_plugin(config: TrainConfig) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function that makes a model of the user's own, and its options, which its parameters must allow for."""
+    options: dict[str, Any] = {}
+    if config.model.model_options:
+        from drumline.config import plugin_options
+
+        options = plugin_options(config.model.model_options)
+    make = load_plugin(config.model.model)
+    check_call(config.model.model, make, "the shape", flag="model_options", options=options)
+    return make, options
 
 
 def token_objective(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:

@@ -29,7 +29,7 @@ from drumline.data import Data, ProgressCallback, TokenBatches, mix, open_data, 
 from drumline.errors import EXIT_STOPPED
 from drumline.files import RunFolder, choose_folder, replace_text
 from drumline.lazy import room
-from drumline.model import build_model, flops_per_token, token_objective
+from drumline.model import build_model, checked_plugin, flops_per_token, token_objective
 from drumline.optim import learning_rate, make_optimizer, scaled
 from drumline.parallel import (
     Pulse,
@@ -105,6 +105,8 @@ def _open_data(config: TrainConfig, world: World, progress: ProgressCallback | N
 def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
     """With the preset's settings; refuses what cannot work before any text is prepared."""
     config = resolved(config)
+    if config.model.model != "gpt":
+        checked_plugin(config)
     if config.run.fp8:
         room("kernels").check_fp8(config, device)
     return config

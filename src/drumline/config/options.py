@@ -1,0 +1,38 @@
+"""Options of a plug-in model: key=value words, and what they stand for. No torch here."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from drumline.config.toml_file import toml_value
+from drumline.errors import ConfigError
+
+
+def plugin_options(words: Iterable[str]) -> dict[str, Any]:
+    """Keyword arguments from key=value words, in the order of their names; of a key given twice the last one counts."""
+    options = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise ConfigError(
+                f"--model_options {word!r} is not of the form key=value", fix="write it as --model_options width=512"
+            )
+        options[key.strip()] = _parsed(text.strip())
+    return dict(sorted(options.items()))
+
+
+def option_words(options: Mapping[str, Any]) -> list[str]:
+    """The same options as words, each of which is a line of a TOML table too."""
+    return [f"{key}={toml_value(value)}" for key, value in options.items()]
+
+
+def _parsed(text: str) -> Any:
+    """A TOML number, boolean, string or array; any other text stands for itself."""
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    value = table["value"]
+    return value if len(table) == 1 and isinstance(value, bool | int | float | str | list) else text
