@@ -333,7 +333,7 @@ def test_a_file_that_cannot_be_written_is_said_after_the_figures(
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("drumline.files.disk.replace_text", full)
+    monkeypatch.setattr("drumline.files.replace_text", full)
     assert run_command(["bench", *small(preset="tiny", json=str(tmp_path / "bench.json"))]) == 1
     shown = capsys.readouterr()
     assert "tokens/s" in shown.out and shown.err.startswith(f"error: cannot write {tmp_path}/bench.json: No space left")

@@ -1,4 +1,4 @@
-"""The far end of an SSH launch by itself: it ends when it should, and takes everything along."""
+"""The remote agent of an SSH launch by itself: it ends when it should, and takes everything along."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from helpers.sshd import LIMIT_S, wait
 
 
-def far(**order: object) -> subprocess.Popen[bytes]:
+def agent(**order: object) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", "drumline.launch.remote_agent"],
         stdin=subprocess.PIPE,
@@ -30,8 +30,8 @@ TRAPS = 'trap "echo saved; exit 75" TERM; echo ready; while :; do sleep 0.1; don
 
 
 @pytest.mark.parametrize("how", ["TERM", "closed", "silent", "signal"])
-def test_the_far_end_lets_its_command_save_when_asked_or_when_nobody_is_there_to_ask(how: str) -> None:
-    process = far(argv=["sh", "-c", TRAPS], silent_s=5 if how == "silent" else 1000)
+def test_the_remote_agent_lets_its_command_save_when_asked_or_when_nobody_is_there_to_ask(how: str) -> None:
+    process = agent(argv=["sh", "-c", TRAPS], silent_s=5 if how == "silent" else 1000)
     assert process.stdin is not None and process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     if how == "TERM":
@@ -47,8 +47,8 @@ def test_the_far_end_lets_its_command_save_when_asked_or_when_nobody_is_there_to
     process.communicate()
 
 
-def test_the_far_end_kills_its_command_and_all_that_it_started_when_told_so() -> None:
-    process = far(argv=["sh", "-c", f"setsid sh -c '{TRAPS}' & {TRAPS}"])
+def test_the_remote_agent_kills_its_command_and_all_that_it_started_when_told_so() -> None:
+    process = agent(argv=["sh", "-c", f"setsid sh -c '{TRAPS}' & {TRAPS}"])
     assert process.stdin is not None and process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == [b"ready\n"] * 2
     mine = psutil.Process(process.pid).children(recursive=True)
@@ -60,14 +60,14 @@ def test_the_far_end_kills_its_command_and_all_that_it_started_when_told_so() ->
 
 
 def test_what_a_command_leaves_behind_ends_with_it() -> None:
-    process = far(argv=["sh", "-c", "setsid sleep 1000 & exit 7"])
+    process = agent(argv=["sh", "-c", "setsid sleep 1000 & exit 7"])
     assert process.wait(LIMIT_S) == 7
     out, _ = process.communicate()  # returns only once nobody holds the pipe any more
     assert out == b'\x1edrumline {"code": 7}\n'
 
 
-def test_a_far_end_that_is_killed_takes_its_command_along() -> None:
-    process = far(argv=["sh", "-c", "echo ready; exec sleep 1000"])
+def test_a_remote_agent_that_is_killed_takes_its_command_along() -> None:
+    process = agent(argv=["sh", "-c", "echo ready; exec sleep 1000"])
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
     (child,) = psutil.Process(process.pid).children()
     process.kill()

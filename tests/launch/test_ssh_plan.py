@@ -16,7 +16,7 @@ from test_ssh_checks import plan
 from drumline.cli import app as cli
 from drumline.cli.launch import launch as app
 from drumline.errors import ConfigError
-from drumline.launch import remote_agent as far_end
+from drumline.launch import remote_agent
 from drumline.launch.ssh_plan import Plan, describe, make_plan, passed_on
 
 SECRET = "canary" * 7
@@ -104,7 +104,7 @@ def test_the_line_to_type_again_starts_the_same(
         assert cli.run_command(["launch", *given, "--dry_run", "--", "train", "--run_dir", "a run"]) == 0
         shown = capsys.readouterr().out
         started: list[Plan] = []
-        monkeypatch.setattr("drumline.launch.ssh.launch", lambda plan, *, checks, seen=started: seen.append(plan))
+        monkeypatch.setattr("drumline.launch.launch", lambda plan, *, checks, seen=started: seen.append(plan))
         assert cli.run_command(["launch", *given, "--", "train", "--run_dir", "a run"]) == 0
         again = shlex.split(started[0].again())
         assert again[:2] == ["drumline", "launch"]
@@ -143,10 +143,11 @@ def test_the_folder_to_start_in_is_sent_whole(tmp_path: Path, monkeypatch: pytes
     assert made.workdir == f"{tmp_path}/sub"
 
 
-def test_a_far_end_tells_its_versions_without_loading_torch() -> None:
+def test_a_remote_agent_tells_its_versions_without_loading_torch() -> None:
     code = (
-        "import sys; from drumline import far_end; far_end.facts('/', 'localhost'); assert 'torch' not in sys.modules"
+        "import sys; from drumline.launch.remote_agent import facts; facts('/', 'localhost'); "
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    found = far_end.facts(os.getcwd(), "localhost")
+    found = remote_agent.facts(os.getcwd(), "localhost")
     assert found["cwd"] and found["versions"]["torch"].startswith("2.") and found["meeting_addresses"]

@@ -11,8 +11,7 @@ from drumline.config import TrainConfig, gpt_config, preset, to_toml, with_prese
 from drumline.data import is_tokens, open_tokens, plan_batches
 from drumline.files import choose_folder
 from drumline.kernels import FUSED, fits, has_kernels
-from drumline.model import build_model
-from drumline.optim import parameters_by_kind
+from drumline.optim import state_size
 from drumline.parallel import pick_device, pick_dtype
 from drumline.units import count
 
@@ -71,11 +70,7 @@ def estimate(config: TrainConfig, *, tokens: int, vocab_size: int, device: torch
     """For a filled-in config and micro-batches of so many tokens."""
     model = config.model
     assert model.n_layers and model.d_model
-    with torch.device("meta"):
-        shapes = build_model(config, vocab_size=vocab_size)
-    parameters = sum(p.numel() for p in shapes.parameters())
-    # AdamW keeps two moments of each weight, Muon one of those that are its own.
-    by_muon = sum(p.numel() for p in parameters_by_kind(shapes)["matrices"]) if config.optim.optimizer == "muon" else 0
+    state = state_size(config, vocab_size=vocab_size)
     kernels = dtype == torch.bfloat16 and has_kernels(device) and fits(gpt_config(model, vocab_size=vocab_size))
     kept = _KEPT[(model.norm != "layernorm", config.run.compile)]
     if kernels and not config.ranks.bitwise and config.model.model in ("gpt", FUSED):
@@ -83,4 +78,4 @@ def estimate(config: TrainConfig, *, tokens: int, vocab_size: int, device: torch
     rows = tokens if dtype == torch.float16 else min(tokens, _ROWS_AT_ONCE)  # float16's logits are whole
     logit_bytes = dtype.itemsize if kernels else dtype.itemsize + 8
     activations = tokens * model.n_layers * model.d_model * kept * dtype.itemsize
-    return Memory(parameters, 16 * parameters - 4 * by_muon, activations + rows * vocab_size * logit_bytes)
+    return Memory(state.parameters, state.training_bytes, activations + rows * vocab_size * logit_bytes)

@@ -228,7 +228,7 @@ def check_first(config: TrainConfig, *, ranks: int) -> None:
     from drumline.parallel import find_place
 
     place = find_place(os.environ)
-    if config.run.doctor == "off" or place.local_rank > 0:
+    if place.local_rank > 0:
         return
     _find_rank_0()
     found = [f for f in findings_before(config, place, ranks=ranks) if f.state != "ok"]

@@ -70,10 +70,8 @@ def run_training(
         from drumline.elastic import start_server
 
         start_server(ranks.nproc, early=PROCESS.is_ours)
-    from drumline.cli.doctor import check_first
-
     nproc = ranks_to_start(settings)
-    check_first(settings, ranks=nproc)
+    _check_first(settings, nproc=nproc)
     if nproc:
         from drumline.elastic import launch_training
 
@@ -82,6 +80,16 @@ def run_training(
 
     raise_interrupts()
     return train_here(settings)
+
+
+def _check_first(config: TrainConfig, *, nproc: int) -> None:
+    """Have the doctor look at this machine, unless there is nothing to look for."""
+    from drumline.cli.preflight import is_plain
+
+    if config.run.doctor != "off" and (nproc or not is_plain(config, os.environ)):
+        from drumline.cli.doctor import check_first
+
+        check_first(config, ranks=nproc)
 
 
 def ranks_to_start(config: TrainConfig) -> int:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from drumline.config import Device, Dtype, GPTConfig, TrainConfig, gpt_config, with_preset
+from drumline.config import Device, Dtype, TrainConfig
 from drumline.doctor import gpus, machine
 from drumline.doctor.environment import BETWEEN_RANKS, Facts, check_variables
 from drumline.doctor.finding import Finding
-from drumline.errors import DrumlineError
 from drumline.files import CHECKPOINT_PREFIX, RunFolder
 from drumline.network import find_cards, find_infiniband, gloo_address
 
@@ -188,6 +187,8 @@ def findings_before(config: TrainConfig, place: Place, *, ranks: int) -> list[Fi
     place: of this process, where a launcher started it
     ranks: processes to be started here; 0: this one trains
     """
+    from drumline.optim import checkpoints_bytes
+
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return []
     alone = ranks == 0 and place.size == 1
@@ -199,32 +200,5 @@ def findings_before(config: TrainConfig, place: Place, *, ranks: int) -> list[Fi
         compiles=config.run.compile,
         ranks=ranks,
         several_hosts=config.ranks.hosts != (1, 1),
-        needed_bytes=checkpoint_bytes(config) * (config.run.keep_checkpoints + config.run.keep_best + 1),
+        needed_bytes=checkpoints_bytes(config),
     )
-
-
-def checkpoint_bytes(config: TrainConfig) -> int:
-    """About the size of a run's checkpoints; 0 for models that are not ours, and for settings that will be refused."""
-    try:
-        config = with_preset(config)
-        shape = gpt_config(config.model, vocab_size=config.data.vocab_size or 1)
-    except DrumlineError:
-        return 0
-    if config.model.model != "gpt":
-        return 0
-    blocks, others = _parameters(shape)
-    by_muon = config.optim.optimizer == "muon"  # it keeps one number a weight where AdamW keeps two
-    return (2 if by_muon else 3) * 4 * blocks + 3 * 4 * others
-
-
-def _parameters(shape: GPTConfig) -> tuple[int, int]:
-    """Weights of the blocks' matrices and of all others, without norms and biases.
-
-    Asking the model itself would take a second to load it.
-    """
-    width, kv_width = shape.d_model, shape.kv_heads * shape.head_width
-    block = 2 * width * (width + kv_width) + (3 if shape.activation == "swiglu" else 2) * width * shape.d_ff
-    positions = shape.max_position_embeddings * width if shape.positions == "learned" else 0
-    tables = (1 if shape.tie_embeddings else 2) * shape.vocab_size * width
-    value_tables = min(shape.value_tables, (shape.n_layers + 1) // 2)
-    return shape.n_layers * block, positions + tables + value_tables * shape.vocab_size * kv_width

@@ -64,7 +64,7 @@ class Plan:
         return self.endpoint.host
 
     @property
-    def far_end(self) -> str:
+    def agent_command(self) -> str:
         """What ssh has the host's shell run."""
         path = self.environ.get("PYTHONPATH")
         before = ["env", f"PYTHONPATH={path}"] if path else []
@@ -98,7 +98,7 @@ class Plan:
 
     def ssh_line(self, host: RemoteHost) -> list[str]:
         """The command line of ssh. What the user gave comes first: of two settings ssh takes the first."""
-        return [*self.ssh, *_OPTIONS, host.target, self.far_end]
+        return [*self.ssh, *_OPTIONS, host.target, self.agent_command]
 
     def by_hand(self, host: RemoteHost, *words: str) -> str:
         """A line to type that runs something there."""

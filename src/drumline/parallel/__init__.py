@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.parallel.agreement import compare, digest, settings, versions
+    from drumline.parallel.agreement import compare, digest, odd_ones, settings, versions
     from drumline.parallel.attempt import (
         ATTEMPT,
         Attempt,
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     )
     from drumline.parallel.hardware import allow_tf32, is_hopper, peak_flops, peak_memory_bytes, pick_device, pick_dtype
     from drumline.parallel.heartbeat import CHECKSUM, PROGRESS, TICK, TICK_AT, Pulse, own_pulse, waiting_for, working
-    from drumline.parallel.majority import odd_ones
     from drumline.parallel.place import find_place, slurm_hosts
     from drumline.parallel.stragglers import Pace, Stopwatch
     from drumline.parallel.strategies import Plain, Strategy, make_strategy

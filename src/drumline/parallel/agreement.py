@@ -5,24 +5,36 @@ from __future__ import annotations
 import hashlib
 import platform
 import socket
+from collections import Counter
+from collections.abc import Hashable, Mapping
 from dataclasses import asdict
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import drumline
 from drumline.config import TrainConfig, names_with
 from drumline.errors import DrumlineError
 from drumline.parallel.heartbeat import waiting_for
-from drumline.parallel.majority import odd_ones
-from drumline.parallel.world import World
+
+if TYPE_CHECKING:  # a launcher, which only wants to know the odd host, does without torch
+    from drumline.parallel.world import World
+
+Key = TypeVar("Key")
+Value = TypeVar("Value", bound=Hashable)
 
 
 class DisagreementError(DrumlineError):
     """Ranks that would not train the same run."""
 
 
+def odd_ones(values: Mapping[Key, Value]) -> tuple[Value, list[Key]]:
+    """The value that most ranks or hosts have, and those that have another; on a tie the first one counts as right."""
+    usual = Counter(values.values()).most_common(1)[0][0]
+    return usual, [key for key, value in values.items() if value != usual]
+
+
 def versions() -> dict[str, str]:
+    import torch
+
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"  # type: ignore[no-untyped-call]
     return {
         "drumline": drumline.__version__,

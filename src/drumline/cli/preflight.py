@@ -1,0 +1,41 @@
+"""Whether a run needs the doctor's look at this machine before it starts, as most do; one process on a CPU may not."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from drumline.config import TrainConfig
+from drumline.optim import checkpoints_bytes
+
+_OPEN_FILES = 1024
+"""Where a process may open fewer, the doctor has something to say."""
+# Of a launcher, or about GPUs, which this process then does not use.
+_FOR_THE_DOCTOR = {"RANK", "SLURM_STEP_NUM_TASKS", "CUDA_VISIBLE_DEVICES"}
+
+
+def is_plain(config: TrainConfig, environ: Mapping[str, str]) -> bool:
+    """Whether this process, which trains alone, runs on a CPU and asks for nothing that could be missing or in the way.
+
+    Quick, and on the safe side: what it is not sure of is the doctor's to judge.
+    """
+    run = config.run
+    if run.device == "cuda" or torch.cuda.is_available() or run.compile or run.dtype == "bfloat16":
+        return False
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    threads = [environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in environ]
+    if _FOR_THE_DOCTOR & environ.keys() or not all(n.isdigit() and 0 < int(n) <= cores for n in threads):
+        return False
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _OPEN_FILES:
+        return False
+    folder = Path(run.run_dir or "runs").absolute()
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return False
+    return shutil.disk_usage(existing).free >= checkpoints_bytes(config)
