@@ -9,12 +9,12 @@ import pytest
 
 from drumline.doctor.environment import Facts, check_variables
 from drumline.doctor.finding import Finding
-from drumline.network.interfaces import Card, is_free
+from drumline.network.interfaces import Interface, is_free
 
 CARDS = (
-    Card("eth1", ("10.0.0.5",), 1500, True),
-    Card("wlan0", (), 1500, True),
-    Card("lo", ("127.0.0.1",), 65536, True),
+    Interface("eth1", ("10.0.0.5",), 1500, True),
+    Interface("wlan0", (), 1500, True),
+    Interface("lo", ("127.0.0.1",), 65536, True),
 )
 
 

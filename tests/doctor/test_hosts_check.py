@@ -15,7 +15,7 @@ from drumline.doctor.hosts.collectives import Links, PairRow, SizeRow, judge_lin
 from drumline.doctor.hosts.judge import judge
 from drumline.doctor.hosts.look import peers
 from drumline.doctor.hosts.report import BY_MANIFEST, BY_NAME, HostFacts, Sight
-from drumline.network.interfaces import Card
+from drumline.network.interfaces import Interface
 
 VERSIONS = {"drumline": "0.1.0", "python": "3.11.2", "torch": "2.13.0+cpu", "cuda": "None", "nccl": "none"}
 MANY = pytest.mark.parametrize("count", [2, 3, 5])
@@ -26,7 +26,7 @@ def address(number: int, *, net: int = 0) -> str:
 
 
 def host(number: int, **more: Any) -> HostFacts:
-    card = Card("eth0", (address(number),), 1500, True)
+    card = Interface("eth0", (address(number),), 1500, True)
     made = HostFacts(number, f"host-{number}", (card,), address(number), versions=VERSIONS)
     return replace(made, **more)
 
@@ -119,7 +119,7 @@ def test_a_host_that_lets_one_other_not_in_is_named_with_that_other(count: int) 
 @MANY
 def test_an_address_that_others_do_not_reach_while_another_answers_is_a_wrong_interface(count: int) -> None:
     hosts, sights = healthy(count)
-    cards = (Card("eth0", (address(1),), 1500, True), Card("eth1", (address(1, net=9),), 1500, True))
+    cards = (Interface("eth0", (address(1),), 1500, True), Interface("eth1", (address(1, net=9),), 1500, True))
     hosts[1] = replace(hosts[1], cards=cards, gloo=address(1, net=9))
     for pair in to(1, count):
         sights[pair] = replace(sights[pair], address=address(1, net=9), why="no route", other=address(1))
@@ -146,7 +146,7 @@ def test_a_host_that_announces_itself_to_itself_is_told_which_card_to_name(count
 
 def test_an_interface_that_is_wrong_for_nccl_alone_is_mended_for_nccl_alone() -> None:
     hosts, sights = healthy(2)
-    cards = (*hosts[1].cards, Card("ib0", (address(1, net=9),), 1500, True))
+    cards = (*hosts[1].cards, Interface("ib0", (address(1, net=9),), 1500, True))
     hosts[1] = replace(hosts[1], cards=cards, nccl=address(1, net=9))
     at_nccl = replace(
         sights[0, 1], use="nccl", address=address(1, net=9), why="timed out", other=address(1), name_means=address(1)
@@ -290,7 +290,7 @@ def test_hosts_that_told_nothing_of_their_data_are_not_said_to_lack_it() -> None
 @MANY
 def test_a_host_with_another_mtu_is_named_even_where_all_packets_pass(count: int) -> None:
     hosts, sights = healthy(count)
-    hosts[1] = replace(hosts[1], cards=(Card("eth0", (address(1),), 9000, True),))
+    hosts[1] = replace(hosts[1], cards=(Interface("eth0", (address(1),), 9000, True),))
     (found,) = bad(hosts, sights)
     assert (found.check, found.state, found.host) == ("mtu", "warning", "host-1")
     assert found.fix == "ip link set dev eth0 mtu 1500"

@@ -16,7 +16,7 @@ from drumline.doctor.hosts.meet import Gathering, Messenger, find_gathering, gat
 from drumline.doctor.hosts.report import data_hashes, nccl_address, own_facts
 from drumline.elastic.leader import is_here
 from drumline.errors import ConfigError
-from drumline.network.interfaces import Card
+from drumline.network.interfaces import Interface
 
 TORCHRUN = dict(
     word.split("=")
@@ -141,7 +141,9 @@ def test_hosts_that_are_too_many_or_too_late_are_told_the_whole_command(monkeypa
 
 
 def test_nccl_takes_the_card_that_its_variable_allows() -> None:
-    cards = [Card(name, (f"10.0.{i}.1",), 1500, True) for i, name in enumerate(["docker0", "eth0", "eth10", "ib0"])]
+    cards = [
+        Interface(name, (f"10.0.{i}.1",), 1500, True) for i, name in enumerate(["docker0", "eth0", "eth10", "ib0"])
+    ]
     wanted = {"": "10.0.3.1", "eth1": "10.0.2.1", "=eth0": "10.0.1.1", "^ib,docker": "10.0.1.1", "wlan": None}
     for value, expected in wanted.items():
         assert nccl_address({"NCCL_SOCKET_IFNAME": value}, cards) == expected, value

@@ -28,7 +28,7 @@ from drumline.doctor.machine import (
     read_open_files,
     read_synchronised,
 )
-from drumline.network.interfaces import Card, InfiniBandPort, find_infiniband, is_loopback
+from drumline.network.interfaces import InfiniBandPort, Interface, find_infiniband, is_loopback
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
@@ -187,11 +187,11 @@ def test_each_part_of_what_to_type_against_a_clock_is_typed_as_root(monkeypatch:
 
 
 def test_network_cards_are_shown_with_addresses_and_mtu() -> None:
-    eth = Card("eth1", ("10.0.0.5", "fe80::1"), 9000, True, 25000)
-    others = (Card("docker0", ("172.17.0.1",), 1500, True), Card("lo", ("127.0.0.1",), 65536, True))
+    eth = Interface("eth1", ("10.0.0.5", "fe80::1"), 9000, True, 25000)
+    others = (Interface("docker0", ("172.17.0.1",), 1500, True), Interface("lo", ("127.0.0.1",), 65536, True))
     (found,) = check_cards([eth, *others], name="a", own_address="10.0.0.5")
     assert found.state == "ok" and found.what == "eth1 10.0.0.5, MTU 9000, 25 Gbit/s"
-    (small,) = check_cards([Card("eth1", ("10.0.0.5",), 576, True)], name="a", own_address=None)
+    (small,) = check_cards([Interface("eth1", ("10.0.0.5",), 576, True)], name="a", own_address=None)
     assert small.state == "warning" and small.fix.endswith("ip link set dev eth1 mtu 1500")
     (alone,) = check_cards(others, name="a", own_address="127.0.0.1")
     assert alone.state == "ok" and "alone" in alone.what
@@ -199,7 +199,7 @@ def test_network_cards_are_shown_with_addresses_and_mtu() -> None:
 
 def test_a_host_name_that_stands_for_loopback_is_a_remark() -> None:
     for address in ("127.0.1.1", "::1"):
-        _, found = check_cards([Card("eth1", ("10.0.0.5",), 1500, True)], name="a", own_address=address)
+        _, found = check_cards([Interface("eth1", ("10.0.0.5",), 1500, True)], name="a", own_address=address)
         assert found.state == "ok" and address in found.what and "export GLOO_SOCKET_IFNAME=eth1" in found.what
 
 

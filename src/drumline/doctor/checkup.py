@@ -19,7 +19,7 @@ from drumline.doctor import gpus, machine
 from drumline.doctor.environment import BETWEEN_RANKS, Facts, check_variables
 from drumline.doctor.finding import Finding
 from drumline.files import CHECKPOINT_PREFIX, RunFolder
-from drumline.network import find_cards, find_infiniband, gloo_address
+from drumline.network import find_infiniband, find_interfaces, gloo_address
 
 if TYPE_CHECKING:  # it has torch, and a machine whose torch does not load is to be told so
     from drumline.parallel import Place
@@ -31,7 +31,7 @@ _ENDING = frozenset({"GLOO_SOCKET_IFNAME", "MASTER_PORT", "OMP_NUM_THREADS"})
 def all_findings(folder: Path, environ: Mapping[str, str], *, several_hosts: bool = False) -> list[Finding]:
     """Everything there is to say of this machine, and of a folder as the place of a run."""
     limits = machine.read_limits()
-    cores, cards, ports = machine.read_cores(), find_cards(), find_infiniband()
+    cores, cards, ports = machine.read_cores(), find_interfaces(), find_infiniband()
     smis, installed = gpus.read_smi(), gpus.installed_gpus()
     compiler = machine.find_compiler(environ.get("CXX"))
     threads = environ.get("OMP_NUM_THREADS", "")
@@ -39,7 +39,7 @@ def all_findings(folder: Path, environ: Mapping[str, str], *, several_hosts: boo
         cards=cards,
         cores=cores,
         gpus=len(smis) or installed,
-        infiniband=sorted({port.card for port in ports}),
+        infiniband=sorted({port.device for port in ports}),
         several_hosts=several_hosts,
     )
     if "RANK" in environ:  # whoever started this rank listens at MASTER_PORT itself
@@ -110,10 +110,10 @@ def quick_findings(
     """
     installed = 0 if device == "cpu" else gpus.installed_gpus()
     facts = Facts(
-        cards=find_cards(),
+        cards=find_interfaces(),
         cores=machine.read_cores(),
         gpus=installed,
-        infiniband=sorted({port.card for port in find_infiniband()}),
+        infiniband=sorted({port.device for port in find_infiniband()}),
         several_hosts=several_hosts,
         compiles=compiles,
         resolves=lambda host: True,  # may take its time; who cannot find rank 0 says so

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from drumline.doctor.finding import VARIABLE, Finding, State
-from drumline.network import Card, free_port, is_free, is_loopback
+from drumline.network import Interface, free_port, is_free, is_loopback
 
 Verdict = tuple[State, str, str]
 """Whether a value hurts, why, and the line to type against it."""
@@ -112,7 +112,7 @@ def _resolves(host: str) -> bool:
 class Facts:
     """What values are judged by."""
 
-    cards: Sequence[Card]
+    cards: Sequence[Interface]
     cores: int
     gpus: int | None
     """In the machine, whoever may use them; None: not known."""

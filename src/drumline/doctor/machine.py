@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from drumline.doctor.finding import UNWRITABLE, Finding, State
-from drumline.network import Card, InfiniBandPort, is_loopback
+from drumline.network import InfiniBandPort, Interface, is_loopback
 from drumline.units import count
 
 _GIB = 1 << 30
@@ -338,7 +338,7 @@ def read_synchronised() -> bool | None:
     return None if state < 0 else not about.status & _STA_UNSYNC
 
 
-def check_cards(cards: Sequence[Card], *, name: str, own_address: str | None) -> list[Finding]:
+def check_cards(cards: Sequence[Interface], *, name: str, own_address: str | None) -> list[Finding]:
     """own_address: what the name of this machine stands for"""
     found = []
     for card in cards:
@@ -369,7 +369,7 @@ def check_infiniband(ports: Sequence[InfiniBandPort], *, several_hosts: bool) ->
         return []
     alike: dict[str, list[str]] = {}
     for port in ports:
-        name = port.card if port.number == 1 else f"{port.card}:{port.number}"
+        name = port.device if port.number == 1 else f"{port.device}:{port.number}"
         kind = "RoCE" if port.layer == "Ethernet" else port.layer
         state = f"active, {port.rate}" if port.is_active else port.state
         alike.setdefault(f"{kind} {state}", []).append(name)

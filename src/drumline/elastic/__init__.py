@@ -1,4 +1,9 @@
-"""The ranks of this machine: started, watched, diagnosed, started again."""
+"""Ranks of this machine: started, watched, diagnosed, and started again until the run is over.
+
+`launch` is the way in. `supervisor` runs one attempt after another: `rendezvous` (with `leader`) says which hosts take
+part, `rank_process` forks the ranks, `watch` reads their heartbeats, `diagnosis` names the first cause. What the two
+sides tell each other is drawn in `parallel/attempt.py`.
+"""
 
 from typing import TYPE_CHECKING
 

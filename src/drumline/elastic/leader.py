@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError
 
 from drumline.errors import ConfigError
-from drumline.network import Endpoint, address_towards, find_cards, is_loopback, resolve, user_of, why_not
+from drumline.network import Endpoint, address_towards, find_interfaces, is_loopback, resolve, user_of, why_not
 
 _TOUCH_S, _STALE_S, _PROBE_S, _RETRY_S = 1.0, 4.0, 1.0, 0.3
 _SAY_AFTER_S, _SAY_EVERY_S = 5.0, 60.0
@@ -197,7 +197,7 @@ class RendezvousPoint:
 
 def is_here(name: str) -> bool:
     """Whether a name is this host's."""
-    own = {address for card in find_cards() for address in card.addresses}
+    own = {address for interface in find_interfaces() for address in interface.addresses}
     return bool(own & set(resolve(name))) or name == socket.gethostname()
 
 

@@ -1,4 +1,8 @@
-"""Addresses, interfaces and sockets -> who can reach whom, or why not."""
+"""Addresses, interfaces and sockets -> who can reach whom, or why not. Knows nothing of torch.
+
+`endpoint` reads HOST:PORT, `interfaces` knows this machine's addresses, `probe` measures the way to another host, and
+`background` leaves behind what never answers.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -8,14 +12,14 @@ if TYPE_CHECKING:
     from drumline.network.background import in_background, within
     from drumline.network.endpoint import Endpoint
     from drumline.network.interfaces import (
-        Card,
         InfiniBandPort,
+        Interface,
         address_towards,
-        card_of,
-        find_cards,
         find_infiniband,
+        find_interfaces,
         free_port,
         gloo_address,
+        interface_of,
         is_free,
         is_loopback,
     )

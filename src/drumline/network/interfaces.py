@@ -1,4 +1,4 @@
-"""The network cards of this machine, InfiniBand's among them, and which of them gloo and NCCL would use."""
+"""The network interfaces of this machine, InfiniBand's among them, and which of them gloo and NCCL would use."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 
 _VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali")
-"""Cards that lead nowhere outside their machine."""
+"""Interfaces that lead nowhere outside their machine."""
 
 
 @dataclass(frozen=True)
-class Card:
-    """One network card."""
+class Interface:
+    """One network interface of this machine."""
 
     name: str
     addresses: tuple[str, ...]
@@ -45,25 +45,28 @@ def is_loopback(address: str) -> bool:
     return (mapped or parsed).is_loopback
 
 
-def find_cards() -> list[Card]:
-    """All cards, those that lead to other machines first."""
+def find_interfaces() -> list[Interface]:
+    """All interfaces, those that lead to other machines first."""
     stats = psutil.net_if_stats()
-    cards = []
+    interfaces = []
     for name, entries in psutil.net_if_addrs().items():
         addresses = tuple(
             entry.address.split("%")[0] for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)
         )
         stat = stats.get(name)
         if stat is not None:
-            cards.append(Card(name, addresses, stat.mtu, stat.isup, stat.speed))
-    return sorted(cards, key=lambda card: (card.is_loopback, card.is_virtual, not card.is_up, card.name))
+            interfaces.append(Interface(name, addresses, stat.mtu, stat.isup, stat.speed))
+    return sorted(
+        interfaces,
+        key=lambda interface: (interface.is_loopback, interface.is_virtual, not interface.is_up, interface.name),
+    )
 
 
 @dataclass(frozen=True)
 class InfiniBandPort:
-    """One port of a card that speaks InfiniBand, or RoCE over Ethernet, in the kernel's words."""
+    """One port of a device that speaks InfiniBand, or RoCE over Ethernet, in the kernel's words."""
 
-    card: str
+    device: str
     number: int
     state: str
     """ACTIVE, DOWN, INIT (no subnet manager has set it up)."""
@@ -99,25 +102,25 @@ def address_towards(host: str) -> str | None:
     return None
 
 
-def card_of(address: str, cards: Sequence[Card]) -> Card | None:
-    """The card that has this address."""
-    return next((card for card in cards if address in card.addresses), None)
+def interface_of(address: str, interfaces: Sequence[Interface]) -> Interface | None:
+    """The interface that has this address."""
+    return next((interface for interface in interfaces if address in interface.addresses), None)
 
 
-def gloo_address(environ: Mapping[str, str], cards: Sequence[Card]) -> str | None:
+def gloo_address(environ: Mapping[str, str], interfaces: Sequence[Interface]) -> str | None:
     """The address that gloo announces to the other ranks, as torch chooses it; None: it would find none and fail.
 
     Its rule: the first address of GLOO_SOCKET_IFNAME, or else what this machine's own name resolves to, or else lo. The
     second is a trap where /etc/hosts gives the name 127.0.1.1, as Debian's installer does.
     """
     if wanted := environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
-        card = next((card for card in cards if card.name == wanted), None)
-        return next(iter(card.addresses), None) if card else None
+        interface = next((interface for interface in interfaces if interface.name == wanted), None)
+        return next(iter(interface.addresses), None) if interface else None
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        answers = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:
         return "127.0.0.1"
-    for family, kind, protocol, _, where in found:
+    for family, kind, protocol, _, where in answers:
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.bind((where[0], 0))

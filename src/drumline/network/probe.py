@@ -95,7 +95,7 @@ class ProbeServer:
                 each.bind((address, 0))
                 each.setblocking(False)
             listener.listen(_CONNECTIONS)
-        except OSError:  # the card just lost it
+        except OSError:  # the interface just lost it
             listener.close()
             datagrams.close()
             return

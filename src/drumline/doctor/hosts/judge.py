@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from drumline.doctor.finding import Finding
 from drumline.doctor.hosts.alike import compare_versions
 from drumline.doctor.hosts.report import HostFacts, Sight, label
-from drumline.network import Card, card_of, is_loopback
+from drumline.network import Interface, interface_of, is_loopback
 from drumline.parallel import odd_ones
 
 _SKEW_S = 1.0
@@ -58,12 +58,12 @@ class _View:
     def names(self, numbers: Iterable[int]) -> str:
         return ", ".join(self.name[number] for number in sorted(set(numbers)))
 
-    def card(self, number: int) -> Card | None:
+    def card(self, number: int) -> Interface | None:
         """The card that a host's traffic takes: most of it, where it takes several."""
         own = Counter(sight.own_address for sight in self.sights if sight.source == number and sight.own_address)
         facts = self.hosts[number]
         address = own.most_common(1)[0][0] if own else facts.gloo
-        return (card_of(address, facts.cards) if address else None) or next(iter(facts.cards), None)
+        return (interface_of(address, facts.cards) if address else None) or next(iter(facts.cards), None)
 
     def card_name(self, number: int) -> str:
         card = self.card(number)
@@ -89,7 +89,7 @@ def _addresses(view: _View) -> list[Finding]:
             if not bad or not (nowhere or answering):
                 continue
             better = answering.most_common(1)[0][0] if answering else next(iter(facts.addresses), "")
-            card = card_of(better, facts.cards)
+            card = interface_of(better, facts.cards)
             name = card.name if card else "eth0"
             at = (
                 f"announces {announced}{_on(facts, announced)} to {use}" if announced else f"finds no address for {use}"
@@ -147,7 +147,7 @@ def _closed(view: _View, facts: HostFacts, sights: Sequence[Sight]) -> Finding:
     if len(sights) == 1 and first.own_address:
         fix = f"ufw allow from {first.own_address}"
     else:
-        card = card_of(first.address, facts.cards)
+        card = interface_of(first.address, facts.cards)
         fix = f"ufw allow in on {card.name if card else view.card_name(facts.number)}"
     if len(view.hosts) == 2 and first.why == "timed out":  # a third host would tell which end it is
         what += f", there or where they leave {sources}"
@@ -327,5 +327,5 @@ def _clocks(view: _View) -> list[Finding]:
 
 
 def _on(facts: HostFacts, address: str | None) -> str:
-    card = card_of(address, facts.cards) if address else None
+    card = interface_of(address, facts.cards) if address else None
     return f" on {card.name}" if card else ""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from drumline.doctor.hosts.report import HostFacts, Sight, Use
-from drumline.network import Ping, Why, address_towards, card_of, largest_packet, ping, resolve, transfer, why_not
+from drumline.network import Ping, Why, address_towards, interface_of, largest_packet, ping, resolve, transfer, why_not
 
 LOOK_S = 30.0
 """The most that one look takes."""
@@ -77,7 +77,7 @@ def _measured(own: HostFacts, target: HostFacts, sight: Sight) -> Sight:
     )
     if not sent.stalled:
         return sight
-    card = card_of(sight.own_address, own.cards)
+    card = interface_of(sight.own_address, own.cards)
     mtu = card.mtu if card else 1500
     largest = largest_packet(address, datagram_port, target.token, mtu=mtu, rtt_s=sight.rtt_s)
     return replace(sight, largest_packet=largest)

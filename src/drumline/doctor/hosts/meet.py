@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from drumline.doctor.finding import Finding
 from drumline.elastic import is_here
 from drumline.errors import ConfigError
-from drumline.network import Endpoint, Why, find_cards, resolve, user_of, why_not, within
+from drumline.network import Endpoint, Why, find_interfaces, resolve, user_of, why_not, within
 from drumline.parallel import find_place, slurm_hosts
 
 T = TypeVar("T")
@@ -212,7 +212,7 @@ def _unreachable(gathering: Gathering, why: Why, *, waited_s: float) -> Finding:
         fix = f"start the {gathering.task} on {there} too; if it runs there: ufw allow {port}/tcp"
         return Finding(f"port {port}", "failed", what, fix, there)
     if why == "no route":
-        down = next((card.name for card in find_cards() if not card.is_up and not card.is_loopback), None)
+        down = next((card.name for card in find_interfaces() if not card.is_up and not card.is_loopback), None)
         what = f"{own} has no route to {shown}" + (f"; its card {down} is down" if down else "")
         fix = f"ip link set dev {down} up" if down else f"ip route get {address}"
         return Finding("route", "failed", what, fix, own)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from drumline.data import MANIFEST, TOKENIZER, FileRecord, read_manifest
 from drumline.errors import DataError
 from drumline.files import file_sha256
-from drumline.network import Card, Why, find_cards, gloo_address, is_loopback
+from drumline.network import Interface, Why, find_interfaces, gloo_address, is_loopback
 from drumline.parallel import versions
 
 Use = Literal["gloo", "nccl"]
@@ -32,7 +32,7 @@ class HostFacts:
 
     number: int
     host: str
-    cards: tuple[Card, ...]
+    cards: tuple[Interface, ...]
     """Those that are up and may lead to other hosts."""
     gloo: str | None
     """The address it would announce; None: it would find none."""
@@ -59,7 +59,7 @@ class HostFacts:
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> HostFacts:
-        cards = tuple(Card(**{**card, "addresses": tuple(card["addresses"])}) for card in told["cards"])
+        cards = tuple(Interface(**{**card, "addresses": tuple(card["addresses"])}) for card in told["cards"])
         return cls(**{**told, "cards": cards})
 
 
@@ -106,13 +106,15 @@ def label(facts: HostFacts, hosts: Sequence[HostFacts]) -> str:
 
 def own_facts(number: int, environ: Mapping[str, str], *, data: Sequence[Path]) -> HostFacts:
     """This host; the probe server's ports and token are still to come."""
-    every = find_cards()
+    every = find_interfaces()
     cards = tuple(card for card in every if card.is_up and not card.is_loopback and _outward(card))
     found = versions()
     return HostFacts(
         number=number,
         host=socket.gethostname(),
-        cards=tuple(Card(card.name, _outward(card), card.mtu, True, card.speed_mbit) for card in cards[:_MOST_CARDS]),
+        cards=tuple(
+            Interface(card.name, _outward(card), card.mtu, True, card.speed_mbit) for card in cards[:_MOST_CARDS]
+        ),
         gloo=gloo_address(environ, every),
         nccl=nccl_address(environ, cards) if found["nccl"] != "none" else None,
         versions=found,
@@ -121,7 +123,7 @@ def own_facts(number: int, environ: Mapping[str, str], *, data: Sequence[Path]) 
     )
 
 
-def nccl_address(environ: Mapping[str, str], cards: Sequence[Card]) -> str | None:
+def nccl_address(environ: Mapping[str, str], cards: Sequence[Interface]) -> str | None:
     """The address that NCCL takes for its connections: of the first card that NCCL_SOCKET_IFNAME allows.
 
     Its rule: names are beginnings of names unless the list starts with =, and forbidden ones if it starts with ^.
@@ -199,7 +201,7 @@ def _hashed_bytes(path: Path) -> int:
         return 0
 
 
-def _outward(card: Card) -> tuple[str, ...]:
+def _outward(card: Interface) -> tuple[str, ...]:
     """Addresses that another host could use."""
     return tuple(
         address
