@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from drumline.config.model import GPTConfig
 from drumline.config.settings import OptimConfig
 from drumline.data.batches import visit_order
-from drumline.data.tokens import TokenFile, open_tokens
+from drumline.data.opening import open_tokens
+from drumline.data.tokens import TokenFile
 from drumline.optim.optimizers import learning_rate
 from drumline.parallel.hardware import allow_tf32, pick_dtype
 from drumline.train.evaluation import evaluate

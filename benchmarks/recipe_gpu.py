@@ -53,7 +53,8 @@ from recipe_cpu import PARTS
 import drumline
 from drumline.config.presets import MEDIUM, SMALL
 from drumline.config.toml_file import read_settings
-from drumline.data.tokens import is_tokens, open_tokens
+from drumline.data.opening import open_tokens
+from drumline.data.tokens import is_tokens
 from drumline.report.records import read_metrics
 
 VOCAB = 32768

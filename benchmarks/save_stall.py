@@ -16,10 +16,11 @@ from statistics import median
 import torch
 from header import header
 
-from drumline.checkpoint.checkpoints import RunState, tensors_of
+from drumline.checkpoint.checkpoints import RunState
 from drumline.checkpoint.retention import Retention
 from drumline.checkpoint.saver import Saver
 from drumline.checkpoint.snapshots import Snapshots
+from drumline.checkpoint.state import tensors_of
 from drumline.config.model import ModelSettings
 from drumline.config.presets import gpt_config, with_preset
 from drumline.config.settings import OptimConfig, TrainConfig

@@ -64,6 +64,9 @@ def shrunk(command: str) -> list[str]:
         start = words.index("train") + 1
         given = [word for word in words[start:] if word.startswith("--")]
         words = words[:start] + small(*words[start:])
+        if "--minutes" in given:
+            length = words.index("--total_steps")
+            words = [*words[:length], *words[length + 2 :], "--minutes", "0.02"]
         if "--train_data_path" not in given:
             words += ["--train_data_path", "text"]
     if "doctor" in words:
@@ -98,14 +101,29 @@ def test_make_knows_the_readmes_targets() -> None:
     assert "make test" in (ROOT / ".ci/run").read_text()
 
 
-def test_the_contributing_guides_model_source_and_sink_train(tmp_path: Path) -> None:
-    guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    for code in blocks(guide, "python"):
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("flags", re.findall(r"^    drumline train (.*)$", GUIDE, re.M))
+def test_what_the_contributing_guide_adds_trains(flags: str, text: Path, tmp_path: Path) -> None:
+    for code in blocks(GUIDE, "python"):
         name = re.match(r"# (\w+\.py)", code)
         assert name is not None
         (tmp_path / name[1]).write_text(code)
-    flags = [word for line in re.findall(r"^    drumline train (.*)$", guide, re.M) for word in line.split()]
-    command = [sys.executable, "-m", "drumline", "train", *small(*flags, "--run_dir", "run")]
-    done = run_warm(command, cwd=tmp_path, timeout=180)
+    words = [*small(*flags.split(), "--run_dir", "run")]
+    if "--train_data_path" not in words:
+        words += ["--train_data_path", "text"]
+    done = run_warm([sys.executable, "-m", "drumline", "train", *words], cwd=tmp_path, timeout=180)
     assert done.returncode == 0, done.stderr
-    assert len((tmp_path / "run/losses.csv").read_text().splitlines()) == 6
+    if "--sink" in words:
+        assert len((tmp_path / "run/losses.csv").read_text().splitlines()) == 6
+    if "--model" in words:
+        assert "what the model writes now" in done.stdout
+        sample = [sys.executable, "-m", "drumline", "sample", "run", "--prompt", "Once", "--max_tokens", "5"]
+        written = run_warm(sample, cwd=tmp_path, timeout=180)
+        assert written.returncode == 0 and "Once" in written.stdout, written.stderr
+
+
+def test_the_contributing_guide_adds_a_model_an_optimizer_a_source_and_a_sink() -> None:
+    lines = re.findall(r"^    drumline train --(\w+) my_\w+:\w+", GUIDE, re.M)
+    assert lines == ["model", "optimizer", "train_data_path", "sink"]
