@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.parallel.agreement import compare, digest, odd_ones, settings, versions
+    from drumline.parallel.agreement import compare, odd_ones, settings
     from drumline.parallel.attempt import (
         ATTEMPT,
         Attempt,
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from drumline.parallel.place import find_place, slurm_hosts
     from drumline.parallel.stragglers import Pace, Stopwatch
     from drumline.parallel.strategies import Plain, Strategy, make_strategy
+    from drumline.parallel.versions import digest, versions
     from drumline.parallel.world import Place, World, join, leave
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

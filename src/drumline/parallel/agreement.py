@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import platform
 import socket
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import drumline
 from drumline.config import TrainConfig, names_with
 from drumline.errors import DrumlineError
 from drumline.parallel.heartbeat import waiting_for
@@ -32,28 +29,10 @@ def odd_ones(values: Mapping[Key, Value]) -> tuple[Value, list[Key]]:
     return usual, [key for key, value in values.items() if value != usual]
 
 
-def versions() -> dict[str, str]:
-    import torch
-
-    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"  # type: ignore[no-untyped-call]
-    return {
-        "drumline": drumline.__version__,
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "cuda": str(torch.version.cuda),
-        "nccl": nccl,
-    }
-
-
 def settings(config: TrainConfig) -> dict[str, Any]:
     """Every setting that all ranks must have alike. Paths may differ; the contents of files are compared by hash."""
     local = names_with("per_host")
     return {name: value for part in asdict(config).values() for name, value in part.items() if name not in local}
-
-
-def digest(value: str | None) -> str:
-    """A few letters that stand for something long."""
-    return "none" if value is None else hashlib.sha256(value.encode()).hexdigest()[:12]
 
 
 def compare(world: World, facts: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from drumline.config import Backend, BatchConfig, Device, Dtype, OnNonfinite
 from drumline.data import BatchPlan, plan_batches, visits
 from drumline.errors import ConfigError, DataError
 from drumline.files import RunFolder
-from drumline.parallel import compare, join, make_strategy, pick_dtype, versions
+from drumline.parallel import join, make_strategy, pick_dtype, versions
 from drumline.train.assembly import assembled
 from drumline.train.guard import GuardRules
 from drumline.train.loop import FitResult
@@ -91,6 +91,8 @@ class Trainer:
             facts=facts or {},
         )
         if world.size > 1:
+            from drumline.parallel import compare
+
             compare(world, {**versions(), **self.setup.all_facts()})
 
     def fit(
