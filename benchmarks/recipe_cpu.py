@@ -27,6 +27,9 @@ from drumline.config.presets import PRESETS
 from drumline.report.records import read_metrics
 
 PRESET = PRESETS["modern-tiny"]
+SHAPE = "--n_layers 4 --context 128 --batch_size 16"
+"""Of the runs whose figures docs/recipe.md has."""
+STEPS = 800
 PARTS = {
     "the untied head": "--tie_embeddings",
     "projections that start at zero": "--init gpt2",
@@ -73,7 +76,7 @@ def drumline(*arguments: str, changed: str = "") -> None:
 def train(folder: Path, flags: str, *, steps: int, changed: str = "") -> Trained:
     """Train once, in a folder of its own beside the prepared text."""
     run = Path(tempfile.mkdtemp(dir=folder)) / "run"
-    fixed = f"--train_data_path {folder / 'text'} --run_dir {run} --device cpu --total_steps {steps}"
+    fixed = f"--train_data_path {folder / 'text'} --run_dir {run} --device cpu --total_steps {steps} {SHAPE}"
     judged = "--eval_windows 1000000 --eval_every 1000000"
     start = time.perf_counter()
     drumline("train", *fixed.split(), *judged.split(), *flags.split(), changed=changed)
@@ -113,7 +116,7 @@ def main() -> None:
     parser.add_argument("--ablate", action="store_true")
     parser.add_argument("--steps", type=int, help="of the modern recipe. Default: the preset's; a fifth with --ablate")
     arguments = parser.parse_args()
-    usual = PRESET.total_steps or 0
+    usual = STEPS
     header()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

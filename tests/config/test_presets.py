@@ -125,9 +125,9 @@ def test_dry_run_counts_the_weights_and_state_of_every_option(capsys: pytest.Cap
     assert parameters("--value_tables", "0") == modern - 2 * table
     assert parameters("--tie_embeddings") == modern - table
     assert parameters("--no-smear") == modern - 192
-    assert parameters("--norm_weights") == modern + 4 * (2 * 192 + 2 * 48) + 192
+    assert parameters("--norm_weights") == modern + 3 * (2 * 192 + 2 * 48) + 192
     untied = ("--value_tables", "0", "--tie_embeddings", "--norm_weights")
-    assert parameters(*untied) == modern - 3 * table + 4 * (2 * 192 + 2 * 48) + 192
+    assert parameters(*untied) == modern - 3 * table + 3 * (2 * 192 + 2 * 48) + 192
 
 
 def test_dry_run_counts_one_moment_for_muons_matrices_and_two_for_adamws_and_never_all_logits() -> None:

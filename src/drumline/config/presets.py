@@ -92,28 +92,34 @@ LARGE = {"n_layers": 36, "n_heads": 20, "d_model": 1280, "d_ff": 5120}
 XL = {"n_layers": 48, "n_heads": 25, "d_model": 1600, "d_ff": 6400}
 
 
-def _tiny(family: dict[str, Any], recipe: Recipe) -> Preset:
-    return Preset(
+PRESETS: dict[str, Preset] = {
+    "tiny": Preset(
         shape=TINY,
-        family=family,
-        recipe=recipe,
+        family=CLASSIC,
+        recipe="classic",
         context=128,
         vocab_size=2048,
         batch_size=16,
         lr=2e-3,
-        # Attention is a twelfth of the arithmetic at 128 tokens: shorter contexts would save little.
-        adjusted={"short_contexts": 0.0},
         total_steps=800,
-    )
-
-
-PRESETS: dict[str, Preset] = {
-    "tiny": _tiny(CLASSIC, "classic"),
+    ),
     "gpt2": Preset(shape=SMALL, family=CLASSIC, recipe="classic", lr=6e-4),
     "gpt2-medium": Preset(shape=MEDIUM, family=CLASSIC, recipe="classic", lr=3e-4),
     "gpt2-large": Preset(shape=LARGE, family=CLASSIC, recipe="classic", lr=2.5e-4),
     "gpt2-xl": Preset(shape=XL, family=CLASSIC, recipe="classic", lr=2e-4),
-    "modern-tiny": _tiny(MODERN, "modern"),
+    # What `drumline train` trains: three layers and a longer context learn more in the same two minutes on two cores.
+    "modern-tiny": Preset(
+        shape={**TINY, "n_layers": 3},
+        family=MODERN,
+        recipe="modern",
+        context=256,
+        vocab_size=2048,
+        batch_size=8,
+        lr=2e-3,
+        # Attention is an eighth of the arithmetic at 256 tokens: shorter contexts would save little.
+        adjusted={"short_contexts": 0.0},
+        total_steps=380,
+    ),
     "modern": Preset(shape=SMALL, family=MODERN, recipe="modern", lr=6e-4),
     "modern-medium": Preset(shape=MEDIUM, family=MODERN, recipe="modern", lr=3e-4),
     "modern-large": Preset(shape=LARGE, family=MODERN, recipe="modern", lr=2.5e-4),
