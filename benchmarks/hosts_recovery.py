@@ -16,12 +16,11 @@ from statistics import median
 
 from header import header
 
-TESTS = Path(__file__).parent.parent / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "elastic")]
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from helpers.hosts import Host, Started, two_hosts  # noqa: E402
-from helpers.small import small  # noqa: E402
-from test_elastic_hosts import goes_on, kill, link, meetings, wait  # noqa: E402
+from helpers.elastic_hosts import goes_on, kill, link, meetings, wait
+from helpers.hosts import Host, Started, two_hosts
+from helpers.small import small
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton warns that its default will change
 os.environ.pop("WANDB_API_KEY", None)
 
 import pytest

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -22,23 +21,23 @@ from drumline.report.runs import list_runs
 Train = Callable[..., int]
 
 
-def test_help_imports_no_torch_and_answers_at_once() -> None:
-    code = (
-        "import sys; from drumline.cli.app import run_command; "
-        "code = run_command(['--help']); assert not {'torch', 'numpy'} & set(sys.modules); sys.exit(code)"
-    )
-    took_s = []
-    for _ in range(3):
-        with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            answer = process.stdout.read()
-            _, status, used = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-        assert process.returncode == 0
-        for command in ("prepare", "train", "evaluate", "sample", "runs"):
-            assert command in answer
-        took_s.append(used.ru_utime + used.ru_stime)  # the processor's time: other tests run beside this one
-    assert min(took_s) < 0.3
+HELP = """
+import sys
+from drumline.cli.app import run_command
+code = run_command(["--help"])
+print("\\nMODULES", *sys.modules)
+sys.exit(code)
+"""
+
+
+def test_help_imports_nothing_slow() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=True)
+    answer, _, modules = done.stdout.rpartition("\nMODULES ")
+    for command in ("prepare", "train", "evaluate", "sample", "runs"):
+        assert command in answer
+    loaded = modules.split()
+    assert not {"torch", "numpy", "matplotlib", "tokenizers"} & set(loaded)
+    assert len(loaded) < 700 and len([name for name in loaded if name.startswith("drumline.")]) < 40, len(loaded)
 
 
 def test_help_explains_every_setting_in_groups(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.warm import Warm
 
 from drumline.cli.app import run_command
 from drumline.drill.drill import DrillConfig, DrillReport, conclusion, fault_rows, parse_faults, run_drill, schedule
@@ -23,6 +24,8 @@ def test_all_kinds_of_faults_in_one_drill_cost_nothing_but_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("subprocess.Popen", Warm)
+    monkeypatch.setattr("drumline.drill.drill._STEPS_PER_FAULT", 30)
     folder = tmp_path / "drill"
     assert run_command(["drill", "--minutes", "0.2", "--seed", "1", "--folder", str(folder)]) == 0
     said = capsys.readouterr().out

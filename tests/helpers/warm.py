@@ -2,7 +2,8 @@
 
 `Warm` is `subprocess.Popen` for a command that begins with this Python. What it starts is a process of its own with its
 own variables, folder, streams and signals, and does what `python -m MODULE` or `python SCRIPT` would; only the seconds
-that the imports take are saved. What a test says about the start of Python itself, it must start with subprocess.
+that the imports take are saved. What a test says about the start of Python itself, it must start with subprocess; any
+other program is started as ever.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _PRELOAD = """
 numpy torch torch._dynamo torch.distributed torch.distributed.launcher.api torch.nn.parallel matplotlib.pyplot
 drumline.cli.app drumline.train.pretraining drumline.train.trainer drumline.elastic.launch drumline.report.terminal
 """.split()
-_LONGEST = 1 << 17
+_Popen, _LONGEST = subprocess.Popen, 1 << 17
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_SLAVE = 4096, 16384, 1 << 19
 
@@ -44,7 +45,7 @@ class Warm(subprocess.Popen[Any]):
     """
 
     def __init__(self, args: Sequence[str], *, host: tuple[str, str, str] | None = None, **more: Any) -> None:
-        self._host = host
+        self._host, self._forked = host, True
         super().__init__(args, **more)
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:  # type: ignore[override]
@@ -52,7 +53,10 @@ class Warm(subprocess.Popen[Any]):
         cwd, env = rest[4], rest[5]
         p2cread, _, _, c2pwrite, _, errwrite = rest[9:15]
         words = [str(word) for word in args]
-        assert words[0] == sys.executable, words
+        self._forked = words[0] == sys.executable and words[1] in ("-m", "-c", *(w for w in words if w[:1] != "-"))
+        if not self._forked:
+            super()._execute_child(args, *rest)  # type: ignore[misc]
+            return
         streams = [p2cread, c2pwrite, errwrite]
         null = os.open(os.devnull, os.O_RDWR)
         try:
@@ -81,10 +85,14 @@ class Warm(subprocess.Popen[Any]):
         return super()._get_handles(stdin, stdout, stderr)  # type: ignore[misc]
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if not self._forked:
+            return super()._try_wait(wait_flags)  # type: ignore[misc,no-any-return]
         status = _server().status(self.pid, wait=not wait_flags & os.WNOHANG)
         return (0, 0) if status is None else (self.pid, status)
 
-    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+    def _internal_poll(self, *how: Any, **more: Any) -> int | None:
+        if not self._forked:
+            return super()._internal_poll(*how, **more)  # type: ignore[misc,no-any-return]
         if self.returncode is None:
             pid, status = self._try_wait(os.WNOHANG)
             if pid:
@@ -110,7 +118,7 @@ class _Server:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         command = [sys.executable, __file__, str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environ, start_new_session=True)
+        self._process = _Popen(command, pass_fds=[theirs.fileno()], env=environ, start_new_session=True)
         theirs.close()
         self._lock, self._ended = threading.Lock(), dict[int, int]()
         atexit.register(self._process.wait)

@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers.small import small
+from helpers.ssh_plans import script
 from helpers.sshd import LIMIT_S, Cluster, two_hosts_with_sshd, wait
-from test_ssh_checks import script
 
 from drumline.errors import EXIT_FAILED, EXIT_STOPPED
 from drumline.files.run_folder import RunFolder

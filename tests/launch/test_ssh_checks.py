@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.ssh_plans import plan, script
 
 from drumline.errors import (
     EXIT_FAILED,
@@ -23,7 +24,7 @@ from drumline.errors import (
     RunLostError,
 )
 from drumline.launch import ssh_sessions
-from drumline.launch.hosts_file import RemoteHost, parse_hosts
+from drumline.launch.hosts_file import RemoteHost
 from drumline.launch.ssh import launch, outcome
 from drumline.launch.ssh_checks import compare_versions, look, meeting_addresses
 from drumline.launch.ssh_plan import Plan
@@ -38,25 +39,6 @@ LOCALLY = '#!/bin/sh\nfor last; do host=$target target=$last; done\nexport FAKE_
 def locally(tmp_path: Path) -> str:
     """What --ssh takes so that every host is this machine."""
     return script(tmp_path / "locally", LOCALLY)
-
-
-def script(path: Path, text: str) -> str:
-    path.write_text(text)
-    path.chmod(0o755)
-    return str(path)
-
-
-def plan(ssh: str, workdir: Path, *command: str, hosts: str = "left,right", python: str = sys.executable) -> Plan:
-    return Plan(
-        hosts=parse_hosts(hosts),
-        command=command,
-        nproc=None,
-        ssh=[ssh],
-        endpoint=Endpoint("10.1.2.3", 29400),
-        workdir=str(workdir),
-        python=python,
-        environ={},
-    )
 
 
 def test_what_the_doctor_finds_failed_keeps_a_run_from_starting_and_a_warning_does_not(

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_ssh_checks import plan
+from helpers.ssh_plans import plan
 
 from drumline.cli import app as cli
 from drumline.cli.launch import launch as app

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.poisoned import events, fit, sample_of, steps
 from helpers.small import small
-from test_guard import events, fit, sample_of, steps
 
 from drumline.cli.app import run_command
 from drumline.files.run_folder import RunFolder

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.poisoned import events, make
 from helpers.ranks import Outcome, _command, run_ranks
 from helpers.small import small
 from hypothesis import given
 from hypothesis import strategies as st
-from test_guard import events, make
 from torch import Tensor, nn
 
 from drumline.checkpoint.checkpoints import checkpoint_paths
