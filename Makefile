@@ -27,6 +27,7 @@ lint: $(VENV)/.dev
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/python docs/draw_architecture.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

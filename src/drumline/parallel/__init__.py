@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from drumline.parallel.hardware import allow_tf32, is_hopper, peak_flops, peak_memory_bytes, pick_device, pick_dtype
     from drumline.parallel.heartbeat import CHECKSUM, PROGRESS, TICK, TICK_AT, Pulse, own_pulse, waiting_for, working
     from drumline.parallel.place import find_place, slurm_hosts
+    from drumline.parallel.software import digest, versions
     from drumline.parallel.stragglers import Pace, Stopwatch
     from drumline.parallel.strategies import Plain, Strategy, make_strategy
-    from drumline.parallel.versions import digest, versions
     from drumline.parallel.world import Place, World, join, leave
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)
