@@ -21,7 +21,7 @@ _Show = Callable[[PrepareProgress, float], None]
 @contextmanager
 def preparing() -> Iterator[ProgressCallback]:
     """A callback that shows how much is done of how much, and when it will end."""
-    with _bars() if sys.stdout.isatty() else _plain_lines() as show:
+    with _bars() if sys.stdout and sys.stdout.isatty() else _plain_lines() as show:
         began: dict[str, float] = {}
 
         def timed(progress: PrepareProgress) -> None:
