@@ -29,11 +29,11 @@ from drumline.errors import ConfigError
 from drumline.kernels import fp8 as fused_fp8
 from drumline.kernels import gpt as fused_gpt
 from drumline.kernels.fp8 import E4M3, E5M2, float8_weights, relu2_mlp
-from drumline.kernels.fp8_loss import cross_entropy_to_float8_reference
+from drumline.kernels.fp8_loss import cross_entropy_to_float8_reference, float8_linear_cross_entropy
 from drumline.kernels.gpt import Float8GPT, FusedGPT, check_fp8, with_kernels
 from drumline.model.build import build_model
 from drumline.model.gpt import GPT, FeedForward
-from drumline.model.loss import IGNORED, linear_cross_entropy, linear_cross_entropy_reference
+from drumline.model.loss import IGNORED, linear_cross_entropy_reference
 from drumline.report.records import read_metrics
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -120,7 +120,7 @@ def test_the_heads_loss_is_off_by_less_than_a_ten_thousandth_and_its_gradients_b
     hidden, weight = normed(4112, 128).requires_grad_(), normal(512, 128, std=0.03, seed=1).requires_grad_()
     targets = torch.randint(512, (4112,), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     targets[::3] = IGNORED
-    got = linear_cross_entropy(hidden, weight, targets, softcap=softcap, fp8=True)
+    got = float8_linear_cross_entropy(hidden, weight, targets, softcap=softcap, rows_at_once=4096)
     wanted = linear_cross_entropy_reference(hidden, weight, targets, softcap=softcap)
     assert got.dtype is torch.float32 and error(got, wanted) < 1e-4
     # The true scale of the gradient arrives only in backward, and may be far below what float8 can hold.
@@ -169,7 +169,9 @@ class EmulatedGPT(GPT):
             ).view_as(x)
 
     def summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden, self.head_weight, targets, softcap=self.config.softcap, fp8=True)
+        return float8_linear_cross_entropy(
+            hidden, self.head_weight, targets, softcap=self.config.softcap, rows_at_once=4096
+        )
 
 
 def last_losses(model: GPT, *, steps: int) -> float:
