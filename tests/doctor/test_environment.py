@@ -11,7 +11,7 @@ from drumline.doctor.environment import Facts, check_variables
 from drumline.doctor.finding import Finding
 from drumline.network.interfaces import Interface, is_free
 
-CARDS = (
+INTERFACES = (
     Interface("eth1", ("10.0.0.5",), 1500, True),
     Interface("wlan0", (), 1500, True),
     Interface("lo", ("127.0.0.1",), 65536, True),
@@ -19,7 +19,7 @@ CARDS = (
 
 
 def judged(name: str, value: str, **facts: Any) -> Finding:
-    known: dict[str, Any] = {"cards": CARDS, "cores": 8, "gpus": 4, "infiniband": ["mlx5_0", "mlx5_1"]}
+    known: dict[str, Any] = {"interfaces": INTERFACES, "cores": 8, "gpus": 4, "infiniband": ["mlx5_0", "mlx5_1"]}
     known |= {"resolves": lambda host: True, **facts}
     (found,) = check_variables({name: value, "HOME": "/root"}, Facts(**{"port_is_free": lambda port: True, **known}))
     assert found.check == name
@@ -30,16 +30,16 @@ def judged(name: str, value: str, **facts: Any) -> Finding:
     ("name", "value", "meaning"),
     [
         ("OMP_NUM_THREADS", "4", "threads of each process"),
-        ("NCCL_IB_HCA", "mlx5_0", "InfiniBand cards"),
-        ("NCCL_IB_HCA", "mlx5", "InfiniBand cards"),
-        ("NCCL_IB_HCA", "=mlx5_0:1,mlx5_1:1", "InfiniBand cards"),
-        ("NCCL_IB_HCA", "^mlx5_9", "InfiniBand cards"),
+        ("NCCL_IB_HCA", "mlx5_0", "InfiniBand devices"),
+        ("NCCL_IB_HCA", "mlx5", "InfiniBand devices"),
+        ("NCCL_IB_HCA", "=mlx5_0:1,mlx5_1:1", "InfiniBand devices"),
+        ("NCCL_IB_HCA", "^mlx5_9", "InfiniBand devices"),
         ("NCCL_IB_DISABLE", "0", "without InfiniBand"),
         ("NCCL_SOMETHING_NEW", "1", "read by NCCL"),
-        ("GLOO_SOCKET_IFNAME", "eth1", "network card"),
-        ("NCCL_SOCKET_IFNAME", "eth", "network cards"),
-        ("NCCL_SOCKET_IFNAME", "=eth1", "network cards"),
-        ("NCCL_SOCKET_IFNAME", "^docker0", "network cards"),
+        ("GLOO_SOCKET_IFNAME", "eth1", "network interface"),
+        ("NCCL_SOCKET_IFNAME", "eth", "network interfaces"),
+        ("NCCL_SOCKET_IFNAME", "=eth1", "network interfaces"),
+        ("NCCL_SOCKET_IFNAME", "^docker0", "network interfaces"),
         ("CUDA_VISIBLE_DEVICES", "0,3", "GPUs this process may use"),
         ("CUDA_VISIBLE_DEVICES", "GPU-8f2c", "GPUs this process may use"),
         ("MASTER_ADDR", "10.0.0.5", "where ranks meet"),

@@ -26,8 +26,8 @@ def address(number: int, *, net: int = 0) -> str:
 
 
 def host(number: int, **more: Any) -> HostFacts:
-    card = Interface("eth0", (address(number),), 1500, True)
-    made = HostFacts(number, f"host-{number}", (card,), address(number), versions=VERSIONS)
+    interface = Interface("eth0", (address(number),), 1500, True)
+    made = HostFacts(number, f"host-{number}", (interface,), address(number), versions=VERSIONS)
     return replace(made, **more)
 
 
@@ -71,7 +71,15 @@ def test_healthy_hosts_give_only_good_news(count: int) -> None:
     hosts, sights = healthy(count)
     found = judge(hosts, list(sights.values()))
     assert worst(found) == "ok"
-    assert {finding.check for finding in found} >= {"reach", "packets", "loss", "latency", "card", "clock", "versions"}
+    assert {finding.check for finding in found} >= {
+        "reach",
+        "packets",
+        "loss",
+        "latency",
+        "interface",
+        "clock",
+        "versions",
+    }
 
 
 @MANY
@@ -119,8 +127,8 @@ def test_a_host_that_lets_one_other_not_in_is_named_with_that_other(count: int) 
 @MANY
 def test_an_address_that_others_do_not_reach_while_another_answers_is_a_wrong_interface(count: int) -> None:
     hosts, sights = healthy(count)
-    cards = (Interface("eth0", (address(1),), 1500, True), Interface("eth1", (address(1, net=9),), 1500, True))
-    hosts[1] = replace(hosts[1], cards=cards, gloo=address(1, net=9))
+    interfaces = (Interface("eth0", (address(1),), 1500, True), Interface("eth1", (address(1, net=9),), 1500, True))
+    hosts[1] = replace(hosts[1], interfaces=interfaces, gloo=address(1, net=9))
     for pair in to(1, count):
         sights[pair] = replace(sights[pair], address=address(1, net=9), why="no route", other=address(1))
     (found,) = bad(hosts, sights)
@@ -131,7 +139,9 @@ def test_an_address_that_others_do_not_reach_while_another_answers_is_a_wrong_in
 
 @MANY
 @pytest.mark.parametrize("announced", ["127.0.1.1", "::1", None])
-def test_a_host_that_announces_itself_to_itself_is_told_which_card_to_name(count: int, announced: str | None) -> None:
+def test_a_host_that_announces_itself_to_itself_is_told_which_interface_to_name(
+    count: int, announced: str | None
+) -> None:
     hosts, sights = healthy(count)
     hosts[1] = replace(hosts[1], gloo=announced)
     for pair in to(1, count):
@@ -146,8 +156,8 @@ def test_a_host_that_announces_itself_to_itself_is_told_which_card_to_name(count
 
 def test_an_interface_that_is_wrong_for_nccl_alone_is_mended_for_nccl_alone() -> None:
     hosts, sights = healthy(2)
-    cards = (*hosts[1].cards, Interface("ib0", (address(1, net=9),), 1500, True))
-    hosts[1] = replace(hosts[1], cards=cards, nccl=address(1, net=9))
+    interfaces = (*hosts[1].interfaces, Interface("ib0", (address(1, net=9),), 1500, True))
+    hosts[1] = replace(hosts[1], interfaces=interfaces, nccl=address(1, net=9))
     at_nccl = replace(
         sights[0, 1], use="nccl", address=address(1, net=9), why="timed out", other=address(1), name_means=address(1)
     )
@@ -290,16 +300,17 @@ def test_hosts_that_told_nothing_of_their_data_are_not_said_to_lack_it() -> None
 @MANY
 def test_a_host_with_another_mtu_is_named_even_where_all_packets_pass(count: int) -> None:
     hosts, sights = healthy(count)
-    hosts[1] = replace(hosts[1], cards=(Interface("eth0", (address(1),), 9000, True),))
+    hosts[1] = replace(hosts[1], interfaces=(Interface("eth0", (address(1),), 9000, True),))
     (found,) = bad(hosts, sights)
     assert (found.check, found.state, found.host) == ("mtu", "warning", "host-1")
     assert found.fix == "ip link set dev eth0 mtu 1500"
 
 
-def test_a_card_slower_than_the_others_is_named() -> None:
+def test_an_interface_slower_than_the_others_is_named() -> None:
     hosts, sights = healthy(3)
     hosts = [
-        replace(each, cards=(replace(each.cards[0], speed_mbit=100 if each.number == 2 else 1000),)) for each in hosts
+        replace(each, interfaces=(replace(each.interfaces[0], speed_mbit=100 if each.number == 2 else 1000),))
+        for each in hosts
     ]
     (found,) = bad(hosts, sights)
     assert (found.host, found.what) == ("host-2", "eth0 of host-2 runs at 100 Mbit/s, others at 1,000")

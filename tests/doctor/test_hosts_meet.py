@@ -140,13 +140,13 @@ def test_hosts_that_are_too_many_or_too_late_are_told_the_whole_command(monkeypa
         assert what in found.what and (found.host, found.fix) == (socket.gethostname(), fix)
 
 
-def test_nccl_takes_the_card_that_its_variable_allows() -> None:
-    cards = [
+def test_nccl_takes_the_interface_that_its_variable_allows() -> None:
+    interfaces = [
         Interface(name, (f"10.0.{i}.1",), 1500, True) for i, name in enumerate(["docker0", "eth0", "eth10", "ib0"])
     ]
     wanted = {"": "10.0.3.1", "eth1": "10.0.2.1", "=eth0": "10.0.1.1", "^ib,docker": "10.0.1.1", "wlan": None}
     for value, expected in wanted.items():
-        assert nccl_address({"NCCL_SOCKET_IFNAME": value}, cards) == expected, value
+        assert nccl_address({"NCCL_SOCKET_IFNAME": value}, interfaces) == expected, value
 
 
 def test_a_file_is_compared_by_content_and_a_folder_by_names_and_sizes(tmp_path: Path) -> None:

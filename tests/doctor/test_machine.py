@@ -14,11 +14,11 @@ import torch
 
 from drumline.doctor.machine import (
     Disk,
-    check_cards,
     check_clock,
     check_compiler,
     check_disk,
     check_infiniband,
+    check_interfaces,
     check_open_files,
     check_shared_memory,
     check_system,
@@ -186,20 +186,20 @@ def test_each_part_of_what_to_type_against_a_clock_is_typed_as_root(monkeypatch:
     assert first.startswith("sudo ") and first.endswith(" chrony") and second == "sudo chronyd"
 
 
-def test_network_cards_are_shown_with_addresses_and_mtu() -> None:
+def test_network_interfaces_are_shown_with_addresses_and_mtu() -> None:
     eth = Interface("eth1", ("10.0.0.5", "fe80::1"), 9000, True, 25000)
     others = (Interface("docker0", ("172.17.0.1",), 1500, True), Interface("lo", ("127.0.0.1",), 65536, True))
-    (found,) = check_cards([eth, *others], name="a", own_address="10.0.0.5")
+    (found,) = check_interfaces([eth, *others], name="a", own_address="10.0.0.5")
     assert found.state == "ok" and found.what == "eth1 10.0.0.5, MTU 9000, 25 Gbit/s"
-    (small,) = check_cards([Interface("eth1", ("10.0.0.5",), 576, True)], name="a", own_address=None)
+    (small,) = check_interfaces([Interface("eth1", ("10.0.0.5",), 576, True)], name="a", own_address=None)
     assert small.state == "warning" and small.fix.endswith("ip link set dev eth1 mtu 1500")
-    (alone,) = check_cards(others, name="a", own_address="127.0.0.1")
+    (alone,) = check_interfaces(others, name="a", own_address="127.0.0.1")
     assert alone.state == "ok" and "alone" in alone.what
 
 
 def test_a_host_name_that_stands_for_loopback_is_a_remark() -> None:
     for address in ("127.0.1.1", "::1"):
-        _, found = check_cards([Interface("eth1", ("10.0.0.5",), 1500, True)], name="a", own_address=address)
+        _, found = check_interfaces([Interface("eth1", ("10.0.0.5",), 1500, True)], name="a", own_address=address)
         assert found.state == "ok" and address in found.what and "export GLOO_SOCKET_IFNAME=eth1" in found.what
 
 

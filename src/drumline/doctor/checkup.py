@@ -31,12 +31,12 @@ _ENDING = frozenset({"GLOO_SOCKET_IFNAME", "MASTER_PORT", "OMP_NUM_THREADS"})
 def all_findings(folder: Path, environ: Mapping[str, str], *, several_hosts: bool = False) -> list[Finding]:
     """Everything there is to say of this machine, and of a folder as the place of a run."""
     limits = machine.read_limits()
-    cores, cards, ports = machine.read_cores(), find_interfaces(), find_infiniband()
+    cores, interfaces, ports = machine.read_cores(), find_interfaces(), find_infiniband()
     smis, installed = gpus.read_smi(), gpus.installed_gpus()
     compiler = machine.find_compiler(environ.get("CXX"))
     threads = environ.get("OMP_NUM_THREADS", "")
     facts = Facts(
-        cards=cards,
+        interfaces=interfaces,
         cores=cores,
         gpus=len(smis) or installed,
         infiniband=sorted({port.device for port in ports}),
@@ -63,7 +63,7 @@ def all_findings(folder: Path, environ: Mapping[str, str], *, several_hosts: boo
         *_shared_memory(machine.SHARED_BYTES),
         machine.check_open_files(*machine.read_open_files()),
         machine.check_clock(time.time(), synchronised=machine.read_synchronised()),
-        *machine.check_cards(cards, name=socket.gethostname(), own_address=gloo_address({}, cards)),
+        *machine.check_interfaces(interfaces, name=socket.gethostname(), own_address=gloo_address({}, interfaces)),
         *machine.check_infiniband(ports, several_hosts=several_hosts),
         *check_variables(environ, facts),
     ]
@@ -110,7 +110,7 @@ def quick_findings(
     """
     installed = 0 if device == "cpu" else gpus.installed_gpus()
     facts = Facts(
-        cards=find_interfaces(),
+        interfaces=find_interfaces(),
         cores=machine.read_cores(),
         gpus=installed,
         infiniband=sorted({port.device for port in find_infiniband()}),

@@ -25,7 +25,7 @@ MEANINGS = {
     "CUDA_VISIBLE_DEVICES": "the GPUs this process may use",
     "CUBLAS_WORKSPACE_CONFIG": "cuBLAS's memory; fixed sizes make its results repeatable",
     "CXX": "the C++ compiler of --compile",
-    "GLOO_SOCKET_IFNAME": "the network card that ranks on CPUs use",
+    "GLOO_SOCKET_IFNAME": "the network interface that ranks on CPUs use",
     "HF_DATASETS_OFFLINE": "no downloads by datasets",
     "HF_HOME": "where Hugging Face's downloads are kept",
     "HF_HUB_OFFLINE": "no downloads from Hugging Face",
@@ -44,18 +44,18 @@ MEANINGS = {
     "NCCL_DEBUG": "how much NCCL says",
     "NCCL_DEBUG_FILE": "where NCCL says it",
     "NCCL_IB_DISABLE": "NCCL without InfiniBand and RoCE",
-    "NCCL_IB_GID_INDEX": "which address of a RoCE card NCCL uses",
-    "NCCL_IB_HCA": "which InfiniBand cards NCCL uses",
+    "NCCL_IB_GID_INDEX": "which address of a RoCE device NCCL uses",
+    "NCCL_IB_HCA": "which InfiniBand devices NCCL uses",
     "NCCL_MAX_NCHANNELS": "at most so many channels, each with a thread block of its own",
     "NCCL_MIN_NCHANNELS": "at least so many channels, each with a thread block of its own",
     "NCCL_NET": "which network plug-in NCCL uses",
-    "NCCL_NET_GDR_LEVEL": "how near a network card must be for GPUs to send from their own memory",
+    "NCCL_NET_GDR_LEVEL": "how near a network device must be for GPUs to send from their own memory",
     "NCCL_NSOCKS_PERTHREAD": "NCCL's TCP connections per thread",
     "NCCL_P2P_DISABLE": "NCCL without direct copies between GPUs",
     "NCCL_P2P_LEVEL": "how near GPUs must be to copy directly",
     "NCCL_PROTO": "which protocol NCCL sends with, instead of the best for each size",
     "NCCL_SHM_DISABLE": "NCCL without shared memory",
-    "NCCL_SOCKET_IFNAME": "the network cards that NCCL uses",
+    "NCCL_SOCKET_IFNAME": "the network interfaces that NCCL uses",
     "NCCL_SOCKET_NTHREADS": "NCCL's threads per TCP connection",
     "NO_PROXY": "hosts that are reached without the proxy",
     "NVIDIA_VISIBLE_DEVICES": "the GPUs that a container is given",
@@ -90,7 +90,7 @@ _FAMILIES = {
 _HURTING: dict[str, dict[str, str]] = {
     "CUDA_LAUNCH_BLOCKING": {"1": "every kernel is waited for, steps take far longer; it is for finding bugs"},
     "NCCL_P2P_DISABLE": {"1": "GPUs copy through the host's memory, several times slower"},
-    "NCCL_SHM_DISABLE": {"1": "ranks of one host talk over the network card, several times slower"},
+    "NCCL_SHM_DISABLE": {"1": "ranks of one host talk over the network interface, several times slower"},
     "TORCH_DISTRIBUTED_DEBUG": {"DETAIL": "every sum is compared between ranks first, which is slow; it is for bugs"},
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": {"0": "a rank whose peer died waits for ever, and is found only as hung"},
     "TORCH_NCCL_BLOCKING_WAIT": {"1": "steps wait for every sum instead of computing meanwhile"},
@@ -112,12 +112,12 @@ def _resolves(host: str) -> bool:
 class Facts:
     """What values are judged by."""
 
-    cards: Sequence[Interface]
+    interfaces: Sequence[Interface]
     cores: int
     gpus: int | None
     """In the machine, whoever may use them; None: not known."""
     infiniband: Sequence[str] = ()
-    """The names of the cards for InfiniBand and RoCE."""
+    """The names of the devices for InfiniBand and RoCE."""
     several_hosts: bool = False
     compiles: bool = True
     """Whether a run is to compile, or may."""
@@ -174,21 +174,25 @@ def _judge(name: str, value: str, facts: Facts) -> Verdict:
     return ("warning", why, f"unset {name}") if why else _FINE
 
 
-def _cards_rule(name: str) -> Callable[[str, Facts], Verdict]:
+def _interfaces_rule(name: str) -> Callable[[str, Facts], Verdict]:
     def judge(value: str, facts: Facts) -> Verdict:
         if not value or value.startswith("^"):  # NCCL: all but these
             return _FINE
         wanted = tuple(value.lstrip("=").split(","))
         exact = name.startswith("GLOO") or value.startswith("=")
-        named = [card for card in facts.cards if card.name in wanted or (not exact and card.name.startswith(wanted))]
-        lead_out = [card for card in facts.cards if card.addresses and not card.is_loopback]
-        best = next((card.name for card in lead_out), "lo")
+        named = [
+            interface
+            for interface in facts.interfaces
+            if interface.name in wanted or (not exact and interface.name.startswith(wanted))
+        ]
+        lead_out = [interface for interface in facts.interfaces if interface.addresses and not interface.is_loopback]
+        best = next((interface.name for interface in lead_out), "lo")
         if not named:
-            there = ", ".join(card.name for card in facts.cards if card.addresses)
-            return "failed", f"this machine has no such network card (it has {there})", f"export {name}={best}"
-        if not any(card.addresses for card in named):
-            return "failed", "this network card has no address", f"export {name}={best}"
-        if facts.several_hosts and all(card.is_loopback for card in named):
+            there = ", ".join(interface.name for interface in facts.interfaces if interface.addresses)
+            return "failed", f"this machine has no such network interface (it has {there})", f"export {name}={best}"
+        if not any(interface.addresses for interface in named):
+            return "failed", "this network interface has no address", f"export {name}={best}"
+        if facts.several_hosts and all(interface.is_loopback for interface in named):
             return "warning", "no other host can be reached through loopback", f"export {name}={best}"
         return _FINE
 
@@ -257,22 +261,22 @@ def _infiniband_rule(value: str, facts: Facts) -> Verdict:
         return _FINE
     wanted = tuple(entry.split(":")[0] for entry in value.lstrip("=").split(",") if entry)
     exact = value.startswith("=")
-    if any(card in wanted or (not exact and card.startswith(wanted)) for card in facts.infiniband):
+    if any(device in wanted or (not exact and device.startswith(wanted)) for device in facts.infiniband):
         return _FINE
-    there = f"has no such InfiniBand card (it has {', '.join(facts.infiniband)})"
+    there = f"has no such InfiniBand device (it has {', '.join(facts.infiniband)})"
     why = f"this machine {there if facts.infiniband else 'has no InfiniBand'}: NCCL goes over TCP"
     return "warning", why, "unset NCCL_IB_HCA"
 
 
 _RULES: dict[str, Callable[[str, Facts], Verdict]] = {
     "CUDA_VISIBLE_DEVICES": _visible_rule,
-    "GLOO_SOCKET_IFNAME": _cards_rule("GLOO_SOCKET_IFNAME"),
+    "GLOO_SOCKET_IFNAME": _interfaces_rule("GLOO_SOCKET_IFNAME"),
     "MASTER_ADDR": _address_rule,
     "MASTER_PORT": _port_rule,
     "MKL_NUM_THREADS": _threads_rule("MKL_NUM_THREADS"),
     "NCCL_DEBUG": _debug_rule,
     "NCCL_IB_DISABLE": _no_infiniband_rule,
     "NCCL_IB_HCA": _infiniband_rule,
-    "NCCL_SOCKET_IFNAME": _cards_rule("NCCL_SOCKET_IFNAME"),
+    "NCCL_SOCKET_IFNAME": _interfaces_rule("NCCL_SOCKET_IFNAME"),
     "OMP_NUM_THREADS": _threads_rule("OMP_NUM_THREADS"),
 }

@@ -338,24 +338,28 @@ def read_synchronised() -> bool | None:
     return None if state < 0 else not about.status & _STA_UNSYNC
 
 
-def check_cards(cards: Sequence[Interface], *, name: str, own_address: str | None) -> list[Finding]:
+def check_interfaces(interfaces: Sequence[Interface], *, name: str, own_address: str | None) -> list[Finding]:
     """own_address: what the name of this machine stands for"""
     found = []
-    for card in cards:
-        if card.is_loopback or card.is_virtual or not card.is_up or not card.addresses:
+    for interface in interfaces:
+        if interface.is_loopback or interface.is_virtual or not interface.is_up or not interface.addresses:
             continue
-        speed = f", {card.speed_mbit / 1000:g} Gbit/s" if card.speed_mbit > 0 else ""
-        addresses = [each for each in card.addresses if not each.startswith("fe80:")] or card.addresses
-        what = f"{card.name} {', '.join(addresses)}, MTU {card.mtu}{speed}"
-        if card.mtu < _SMALLEST_MTU:
-            fix = as_root(f"ip link set dev {card.name} mtu 1500")
+        speed = f", {interface.speed_mbit / 1000:g} Gbit/s" if interface.speed_mbit > 0 else ""
+        addresses = [each for each in interface.addresses if not each.startswith("fe80:")] or interface.addresses
+        what = f"{interface.name} {', '.join(addresses)}, MTU {interface.mtu}{speed}"
+        if interface.mtu < _SMALLEST_MTU:
+            fix = as_root(f"ip link set dev {interface.name} mtu 1500")
             found.append(Finding("network", "warning", f"{what}: packets this small are slow, IPv6 refuses them", fix))
         else:
             found.append(Finding("network", "ok", what))
     if not found:
-        return [Finding("network", "ok", "no card with an address: this machine trains alone")]
+        return [Finding("network", "ok", "no interface with an address: this machine trains alone")]
     if own_address is not None and is_loopback(own_address):
-        first = next(card.name for card in cards if not card.is_loopback and card.addresses and card.is_up)
+        first = next(
+            interface.name
+            for interface in interfaces
+            if not interface.is_loopback and interface.addresses and interface.is_up
+        )
         what = (
             f"{name} stands for {own_address} here; should it train with other hosts: export GLOO_SOCKET_IFNAME={first}"
         )

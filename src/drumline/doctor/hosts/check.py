@@ -225,14 +225,16 @@ class _Check:
     ) -> tuple[list[Finding], Links | None]:
         told, findings = self._collect(f"links/{backend}", hosts, until=until)
         names = {each.number: label(each, hosts) for each in hosts}
-        cards = {each.number: each.cards[0].name for each in hosts if each.cards}
+        interfaces = {each.number: each.interfaces[0].name for each in hosts if each.interfaces}
         errors = {number: each["error"] for number, each in told.items() if "error" in each}
         if not findings:  # whoever lost a host that is silent now only tells of that
-            findings += [_failed(backend, names[number], error, cards.get(number)) for number, error in errors.items()]
+            findings += [
+                _failed(backend, names[number], error, interfaces.get(number)) for number, error in errors.items()
+            ]
         if findings:
             return findings, None
         links = merged([Links.from_dict(each) for each in told.values()])
-        return judge_links(links, names, cards), links
+        return judge_links(links, names, interfaces), links
 
     def _collect(
         self, key: str, hosts: Sequence[HostFacts], *, until: float, doing: str = ""
@@ -297,7 +299,7 @@ def _meanings(name: str) -> set[str]:
     return {bare, bare.partition(".")[0], *resolve(bare)}
 
 
-def _failed(backend: CollectiveBackend, host: str, error: str, card: str | None) -> Finding:
+def _failed(backend: CollectiveBackend, host: str, error: str, interface: str | None) -> Finding:
     what = f"{backend} fails on {host}, though plain connections work: {error}"
     variables = "GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME"
-    return Finding(backend, "failed", what, f"export {variables}={card or 'eth0'}", host)
+    return Finding(backend, "failed", what, f"export {variables}={interface or 'eth0'}", host)

@@ -125,7 +125,7 @@ def merged(every: Sequence[Links]) -> Links:
     return Links(every[0].backend, sizes, tuple(pairs[key] for key in sorted(pairs)))
 
 
-def judge_links(links: Links, names: Mapping[int, str], cards: Mapping[int, str]) -> list[Finding]:
+def judge_links(links: Links, names: Mapping[int, str], interfaces: Mapping[int, str]) -> list[Finding]:
     """The figures in a line, and the host that is slow with everyone."""
     sizes = ", ".join(f"{_bytes(row.bytes)} {row.seconds * 1e3:.1f} ms" for row in links.sizes)
     largest = links.sizes[-1]
@@ -145,7 +145,7 @@ def judge_links(links: Links, names: Mapping[int, str], cards: Mapping[int, str]
                 f"{names[number]} is slow with every other host: {what} takes at least {own_s * 1e3:.1f} ms with it, "
                 f"{usual_s * 1e3:.1f} ms between the others"
             )
-            fix = f"tc -s qdisc show dev {cards.get(number, 'eth0')}"
+            fix = f"tc -s qdisc show dev {interfaces.get(number, 'eth0')}"
             found.append(Finding(links.backend, "warning", told, fix, names[number]))
             break
     return found

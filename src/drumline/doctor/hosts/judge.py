@@ -41,7 +41,7 @@ def judge(hosts: Sequence[HostFacts], sights: Sequence[Sight]) -> list[Finding]:
         *_packets(view),
         *_loss(view),
         *_latency(view),
-        *_cards(view),
+        *_interfaces(view),
         *_clocks(view),
         *compare_versions(hosts),
     ]
@@ -58,16 +58,16 @@ class _View:
     def names(self, numbers: Iterable[int]) -> str:
         return ", ".join(self.name[number] for number in sorted(set(numbers)))
 
-    def card(self, number: int) -> Interface | None:
-        """The card that a host's traffic takes: most of it, where it takes several."""
+    def interface(self, number: int) -> Interface | None:
+        """The interface that a host's traffic takes: most of it, where it takes several."""
         own = Counter(sight.own_address for sight in self.sights if sight.source == number and sight.own_address)
         facts = self.hosts[number]
         address = own.most_common(1)[0][0] if own else facts.gloo
-        return (interface_of(address, facts.cards) if address else None) or next(iter(facts.cards), None)
+        return (interface_of(address, facts.interfaces) if address else None) or next(iter(facts.interfaces), None)
 
-    def card_name(self, number: int) -> str:
-        card = self.card(number)
-        return card.name if card else "eth0"
+    def interface_name(self, number: int) -> str:
+        interface = self.interface(number)
+        return interface.name if interface else "eth0"
 
     def at_fault(self, pairs: Collection[tuple[int, int]]) -> int | None:
         """The one host that all of these pairs have in common, if others are there that have no such trouble."""
@@ -89,8 +89,8 @@ def _addresses(view: _View) -> list[Finding]:
             if not bad or not (nowhere or answering):
                 continue
             better = answering.most_common(1)[0][0] if answering else next(iter(facts.addresses), "")
-            card = interface_of(better, facts.cards)
-            name = card.name if card else "eth0"
+            interface = interface_of(better, facts.interfaces)
+            name = interface.name if interface else "eth0"
             at = (
                 f"announces {announced}{_on(facts, announced)} to {use}" if announced else f"finds no address for {use}"
             )
@@ -119,7 +119,7 @@ def _reach(view: _View) -> list[Finding]:
         if len(targets) > 1 and all(pair in lost for pair in mine) and reached_by_others:
             reason = _REASONS[lost[mine[0]].why]
             what = f"{view.name[source]} reaches no other host, and they reach each other: {reason}"
-            fix = f"ufw allow out on {view.card_name(source)}"
+            fix = f"ufw allow out on {view.interface_name(source)}"
             found.append(Finding("reach", "failed", what, fix, view.name[source]))
             lost = {pair: sight for pair, sight in lost.items() if pair[0] != source}
     for target, facts in view.hosts.items():
@@ -137,7 +137,7 @@ def _closed(view: _View, facts: HostFacts, sights: Sequence[Sight]) -> Finding:
     sources = view.names(sight.source for sight in sights)
     if first.why == "no route":
         what = f"{sources} has no route to {name} ({first.address})"
-        fix = f"ip route add {first.address} dev {view.card_name(first.source)}"
+        fix = f"ip route add {first.address} dev {view.interface_name(first.source)}"
         return Finding("reach", "failed", what, fix, view.name[first.source])
     other_pairs = [sight for sight in view.sights if sight.target == facts.number and sight.reached]
     what = (
@@ -147,8 +147,8 @@ def _closed(view: _View, facts: HostFacts, sights: Sequence[Sight]) -> Finding:
     if len(sights) == 1 and first.own_address:
         fix = f"ufw allow from {first.own_address}"
     else:
-        card = interface_of(first.address, facts.cards)
-        fix = f"ufw allow in on {card.name if card else view.card_name(facts.number)}"
+        interface = interface_of(first.address, facts.interfaces)
+        fix = f"ufw allow in on {interface.name if interface else view.interface_name(facts.number)}"
     if len(view.hosts) == 2 and first.why == "timed out":  # a third host would tell which end it is
         what += f", there or where they leave {sources}"
     if other_pairs:
@@ -187,18 +187,19 @@ def _packets(view: _View) -> list[Finding]:
     found = []
     for number in [culprit] if culprit is not None else sorted({source for source, _ in holes}):
         mine = [sight for pair, sight in holes.items() if culprit is not None or pair[0] == number]
-        card, name = view.card(number), view.name[number]
-        mtu = card.mtu if card else 1500
+        interface, name = view.interface(number), view.name[number]
+        mtu = interface.mtu if interface else 1500
         limit = min((sight.largest_packet for sight in mine if sight.largest_packet), default=0)
         peers = view.names({n for sight in mine for n in (sight.source, sight.target)} - {number})
         way = f"between {name} and {peers}" if culprit is not None else f"from {name} to {peers}"
         if limit >= mtu:
             what = f"hardly anything sent {way} arrives: packets of every size are lost"
-            fix = f"ip -s link show dev {view.card_name(number)}"
+            fix = f"ip -s link show dev {view.interface_name(number)}"
         else:
             over = f"packets of more than {limit} bytes" if limit else "large packets"
-            what = f"MTU black hole: {over} {way} vanish while small ones pass ({view.card_name(number)} has mtu {mtu})"
-            fix = f"ip link set dev {view.card_name(number)} mtu {limit or 1400}"
+            has = f"{view.interface_name(number)} has mtu {mtu}"
+            what = f"MTU black hole: {over} {way} vanish while small ones pass ({has})"
+            fix = f"ip link set dev {view.interface_name(number)} mtu {limit or 1400}"
         found.append(Finding("packets", "failed", what, fix, name))
     return found
 
@@ -223,7 +224,7 @@ def _loss(view: _View) -> list[Finding]:
             f"packets {way.format(view.name[number], peers)} are lost: {again / max(1, segments):.1%} had to be sent "
             f"again ({again:,} of {segments:,})"
         )
-        fix = f"ip -s link show dev {view.card_name(number)}"
+        fix = f"ip -s link show dev {view.interface_name(number)}"
         found.append(Finding("loss", "warning", what, fix, view.name[number]))
     if not found and any(sight.segments for sight in view.sights):
         found.append(Finding("loss", "ok", "no packets are lost"))
@@ -263,41 +264,42 @@ def _latency(view: _View) -> list[Finding]:
             f"the others {usual_s * 1e3:.2f} ms"
         )
         return [
-            Finding("latency", "warning", what, f"tc -s qdisc show dev {view.card_name(number)}", view.name[number])
+            Finding(
+                "latency", "warning", what, f"tc -s qdisc show dev {view.interface_name(number)}", view.name[number]
+            )
         ]
     least_s, most_s = min(trips.values()), max(trips.values())
     return [Finding("latency", "ok", f"a round trip takes {least_s * 1e3:.2f} to {most_s * 1e3:.2f} ms")]
 
 
-def _cards(view: _View) -> list[Finding]:
-    """The cards that traffic takes: told, and compared."""
-    used = {number: card for number in view.hosts if (card := view.card(number)) is not None}
+def _interfaces(view: _View) -> list[Finding]:
+    """The interfaces that traffic takes: told, and compared."""
+    used = {number: interface for number in view.hosts if (interface := view.interface(number)) is not None}
     if not used:
         return []
     found = []
     # Of two hosts with different ones neither is usual: the smaller works for both, so it comes first.
     by_mtu = sorted(used, key=lambda number: used[number].mtu)
     mtu, _ = odd_ones({number: used[number].mtu for number in by_mtu})
-    speed = max(card.speed_mbit for card in used.values())
-    for number, card in used.items():
+    speed = max(interface.speed_mbit for interface in used.values())
+    for number, interface in used.items():
         name = view.name[number]
-        if card.mtu != mtu:
-            what = f"{name} has mtu {card.mtu} on {card.name}, the others {mtu}"
-            found.append(Finding("mtu", "warning", what, f"ip link set dev {card.name} mtu {mtu}", name))
-        if 0 < card.speed_mbit < speed:
-            what = f"{card.name} of {name} runs at {card.speed_mbit:,} Mbit/s, others at {speed:,}"
-            found.append(Finding("card", "warning", what, f"ethtool {card.name}", name))
-        if card.is_virtual:
-            real = next((each.name for each in view.hosts[number].cards if not each.is_virtual), "eth0")
-            what = f"traffic of {name} takes {card.name}, a virtual card"
+        if interface.mtu != mtu:
+            what = f"{name} has mtu {interface.mtu} on {interface.name}, the others {mtu}"
+            found.append(Finding("mtu", "warning", what, f"ip link set dev {interface.name} mtu {mtu}", name))
+        if 0 < interface.speed_mbit < speed:
+            what = f"{interface.name} of {name} runs at {interface.speed_mbit:,} Mbit/s, others at {speed:,}"
+            found.append(Finding("interface", "warning", what, f"ethtool {interface.name}", name))
+        if interface.is_virtual:
+            real = next((each.name for each in view.hosts[number].interfaces if not each.is_virtual), "eth0")
+            what = f"traffic of {name} takes {interface.name}, a virtual interface"
             fix = f"export GLOO_SOCKET_IFNAME={real} NCCL_SOCKET_IFNAME={real}"
-            found.append(Finding("card", "warning", what, fix, name))
-    kinds = dict.fromkeys((card.name, card.mtu) for card in used.values())
-    shown = [
-        f"{name} (mtu {mtu}) on {view.names(n for n, card in used.items() if (card.name, card.mtu) == (name, mtu))}"
-        for name, mtu in kinds
-    ]
-    return [*found, Finding("card", "ok", f"traffic takes {', '.join(shown)}")]
+            found.append(Finding("interface", "warning", what, fix, name))
+    alike: dict[str, list[int]] = {}
+    for number, interface in used.items():
+        alike.setdefault(f"{interface.name} (mtu {interface.mtu})", []).append(number)
+    shown = [f"{kind} on {view.names(numbers)}" for kind, numbers in alike.items()]
+    return [*found, Finding("interface", "ok", f"traffic takes {', '.join(shown)}")]
 
 
 def _clocks(view: _View) -> list[Finding]:
@@ -327,5 +329,5 @@ def _clocks(view: _View) -> list[Finding]:
 
 
 def _on(facts: HostFacts, address: str | None) -> str:
-    card = interface_of(address, facts.cards) if address else None
-    return f" on {card.name}" if card else ""
+    interface = interface_of(address, facts.interfaces) if address else None
+    return f" on {interface.name}" if interface else ""

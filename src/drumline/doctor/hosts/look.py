@@ -77,7 +77,7 @@ def _measured(own: HostFacts, target: HostFacts, sight: Sight) -> Sight:
     )
     if not sent.stalled:
         return sight
-    card = interface_of(sight.own_address, own.cards)
-    mtu = card.mtu if card else 1500
+    interface = interface_of(sight.own_address, own.interfaces)
+    mtu = interface.mtu if interface else 1500
     largest = largest_packet(address, datagram_port, target.token, mtu=mtu, rtt_s=sight.rtt_s)
     return replace(sight, largest_packet=largest)

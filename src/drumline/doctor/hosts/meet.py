@@ -212,8 +212,11 @@ def _unreachable(gathering: Gathering, why: Why, *, waited_s: float) -> Finding:
         fix = f"start the {gathering.task} on {there} too; if it runs there: ufw allow {port}/tcp"
         return Finding(f"port {port}", "failed", what, fix, there)
     if why == "no route":
-        down = next((card.name for card in find_interfaces() if not card.is_up and not card.is_loopback), None)
-        what = f"{own} has no route to {shown}" + (f"; its card {down} is down" if down else "")
+        down = next(
+            (interface.name for interface in find_interfaces() if not interface.is_up and not interface.is_loopback),
+            None,
+        )
+        what = f"{own} has no route to {shown}" + (f"; its interface {down} is down" if down else "")
         fix = f"ip link set dev {down} up" if down else f"ip route get {address}"
         return Finding("route", "failed", what, fix, own)
     if why == "forbidden":
@@ -221,7 +224,7 @@ def _unreachable(gathering: Gathering, why: Why, *, waited_s: float) -> Finding:
         return Finding(f"port {port}", "failed", what, f"ufw allow out {port}/tcp", own)
     reason = {
         "timed out": "does not answer: packets are dropped, by a firewall there or on the way",
-        "unreachable": "has no route to host: it is off, its card is down, or a firewall there rejects",
+        "unreachable": "has no route to host: it is off, its interface is down, or a firewall there rejects",
     }.get(why, "closes every connection")
     what = f"{own} tried {shown} port {port} {since}, and it {reason}"
     return Finding(f"port {port}", "failed", what, f"ufw allow {port}/tcp", there)

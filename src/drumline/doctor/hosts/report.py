@@ -23,7 +23,7 @@ Use = Literal["gloo", "nccl"]
 DIGEST_LETTERS = 64
 BY_MANIFEST, BY_NAME = " by manifest and size", " by name and size"
 """Behind the digest of what was not read itself."""
-_MOST_CARDS = 8
+_MOST_INTERFACES = 8
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class HostFacts:
 
     number: int
     host: str
-    cards: tuple[Interface, ...]
+    interfaces: tuple[Interface, ...]
     """Those that are up and may lead to other hosts."""
     gloo: str | None
     """The address it would announce; None: it would find none."""
@@ -49,7 +49,7 @@ class HostFacts:
 
     @property
     def addresses(self) -> list[str]:
-        return [address for card in self.cards for address in card.addresses]
+        return [address for interface in self.interfaces for address in interface.addresses]
 
     def announced(self, use: Use) -> str | None:
         return self.gloo if use == "gloo" else self.nccl
@@ -59,8 +59,10 @@ class HostFacts:
 
     @classmethod
     def from_dict(cls, told: Mapping[str, Any]) -> HostFacts:
-        cards = tuple(Interface(**{**card, "addresses": tuple(card["addresses"])}) for card in told["cards"])
-        return cls(**{**told, "cards": cards})
+        interfaces = tuple(
+            Interface(**{**interface, "addresses": tuple(interface["addresses"])}) for interface in told["interfaces"]
+        )
+        return cls(**{**told, "interfaces": interfaces})
 
 
 @dataclass(frozen=True)
@@ -107,38 +109,47 @@ def label(facts: HostFacts, hosts: Sequence[HostFacts]) -> str:
 def own_facts(number: int, environ: Mapping[str, str], *, data: Sequence[Path]) -> HostFacts:
     """This host; the probe server's ports and token are still to come."""
     every = find_interfaces()
-    cards = tuple(card for card in every if card.is_up and not card.is_loopback and _outward(card))
+    interfaces = tuple(
+        interface for interface in every if interface.is_up and not interface.is_loopback and _outward(interface)
+    )
     found = versions()
     return HostFacts(
         number=number,
         host=socket.gethostname(),
-        cards=tuple(
-            Interface(card.name, _outward(card), card.mtu, True, card.speed_mbit) for card in cards[:_MOST_CARDS]
+        interfaces=tuple(
+            Interface(interface.name, _outward(interface), interface.mtu, True, interface.speed_mbit)
+            for interface in interfaces[:_MOST_INTERFACES]
         ),
         gloo=gloo_address(environ, every),
-        nccl=nccl_address(environ, cards) if found["nccl"] != "none" else None,
+        nccl=nccl_address(environ, interfaces) if found["nccl"] != "none" else None,
         versions=found,
         data_paths={path.name: str(path.absolute()) for path in data},
         hashed_bytes=sum(_hashed_bytes(path) for path in data),
     )
 
 
-def nccl_address(environ: Mapping[str, str], cards: Sequence[Interface]) -> str | None:
-    """The address that NCCL takes for its connections: of the first card that NCCL_SOCKET_IFNAME allows.
+def nccl_address(environ: Mapping[str, str], interfaces: Sequence[Interface]) -> str | None:
+    """The address that NCCL takes for its connections: of the first interface that NCCL_SOCKET_IFNAME allows.
 
     Its rule: names are beginnings of names unless the list starts with =, and forbidden ones if it starts with ^.
-    Without the variable it takes InfiniBand's cards first, and docker's last.
+    Without the variable it takes InfiniBand's first, and docker's last.
     """
     wanted = environ.get("NCCL_SOCKET_IFNAME", "")
     names = tuple(name for name in wanted.lstrip("^=").split(",") if name)
     if not names:
-        usable = sorted(cards, key=lambda card: (card.name.startswith("docker"), not card.name.startswith("ib")))
+        usable = sorted(
+            interfaces, key=lambda interface: (interface.name.startswith("docker"), not interface.name.startswith("ib"))
+        )
     elif wanted.startswith("^"):
-        usable = [card for card in cards if not card.name.startswith(names)]
+        usable = [interface for interface in interfaces if not interface.name.startswith(names)]
     else:
         exact = wanted.startswith("=")
-        usable = [card for card in cards if (card.name in names if exact else card.name.startswith(names))]
-    return next((card.addresses[0] for card in usable), None)
+        usable = [
+            interface
+            for interface in interfaces
+            if (interface.name in names if exact else interface.name.startswith(names))
+        ]
+    return next((interface.addresses[0] for interface in usable), None)
 
 
 def is_digest(value: str) -> bool:
@@ -201,10 +212,10 @@ def _hashed_bytes(path: Path) -> int:
         return 0
 
 
-def _outward(card: Interface) -> tuple[str, ...]:
+def _outward(interface: Interface) -> tuple[str, ...]:
     """Addresses that another host could use."""
     return tuple(
         address
-        for address in card.addresses
+        for address in interface.addresses
         if not is_loopback(address) and not address.startswith(("fe80", "169.254."))
     )
