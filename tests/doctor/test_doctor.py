@@ -20,7 +20,7 @@ from drumline.doctor.checkup import findings_before
 from drumline.doctor.environment import BETWEEN_RANKS
 from drumline.doctor.finding import Finding
 from drumline.doctor.hosts.check import HostsReport
-from drumline.doctor.hosts.meet import Gathering
+from drumline.doctor.hosts.rendezvous import Rendezvous
 from drumline.errors import EXIT_USER
 from drumline.network.interfaces import free_port
 from drumline.parallel.world import Place
@@ -87,12 +87,12 @@ def test_an_address_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: C
 def test_hosts_that_are_asked_for_or_that_a_launcher_started_check_each_other(
     monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    asked: list[Gathering] = []
+    asked: list[Rendezvous] = []
 
-    def together(gathering: Gathering, **how: Any) -> HostsReport:
-        asked.append(gathering)
+    def together(rendezvous: Rendezvous, **how: Any) -> HostsReport:
+        asked.append(rendezvous)
         closed = Finding("port 29500", "failed", "closed", "ufw allow 29500/tcp", host="b")
-        return HostsReport((closed,), names={0: "a", 1: "b"}, tells=gathering.address == "b")
+        return HostsReport((closed,), names={0: "a", 1: "b"}, tells=rendezvous.address == "b")
 
     monkeypatch.setattr("drumline.doctor.check_hosts", together)
     monkeypatch.setattr("drumline.doctor.all_findings", lambda *args, **more: [])
@@ -154,7 +154,7 @@ def test_a_host_that_is_missing_is_named_where_names_are_given(tmp_path: Path, c
     flags = ["--rdzv_endpoint", f"{own}:{free_port()}", "--names", f"root@{own},gone.invalid", "--patience", "0.2"]
     command = ["doctor", "--quick", "--json", "--run_dir", str(tmp_path), "--nnodes", "2", *flags]
     assert run_command(command) == EXIT_USER
-    (found,) = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["check"] == "meeting"]
+    (found,) = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["check"] == "rendezvous"]
     assert found["host"] == "gone.invalid" and found["what"].endswith(f": {own}; missing: gone.invalid")
 
 

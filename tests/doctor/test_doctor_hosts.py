@@ -19,7 +19,7 @@ from helpers.hosts import PORT, Called, Host, hosts_on_a_switch, two_hosts
 
 from drumline.doctor.finding import Finding
 from drumline.doctor.hosts.check import HostsReport, check_hosts
-from drumline.doctor.hosts.meet import gathering_at
+from drumline.doctor.hosts.rendezvous import rendezvous_at
 from drumline.doctor.hosts.report import data_hashes
 from drumline.parallel.software import versions
 
@@ -66,7 +66,7 @@ def run_check(
             says_to.write_text(text)
 
     return check_hosts(
-        gathering_at(endpoint, hosts=hosts, names=names),
+        rendezvous_at(endpoint, hosts=hosts, names=names),
         say=say,
         patience_s=patience_s,
         collectives=collectives,
@@ -127,9 +127,9 @@ def test_healthy_hosts_meet_reach_each_other_and_reduce(hosts: Hosts) -> None:
     assert not [finding for finding in first.findings if finding.state == "failed"]
     assert first.findings == second.findings and (first.tells, second.tells) == (True, False)
     assert "2 hosts met at host-a:29500: host-a, host-b" in first.findings[0].what
-    (links,) = first.links
-    assert links.backend == "gloo" and [row.hosts for row in links.pairs] == [(0, 1)]
-    assert links.sizes[0].bytes == 4096 and links.sizes[0].seconds > 0
+    (timings,) = first.timings
+    assert timings.backend == "gloo" and [row.hosts for row in timings.pairs] == [(0, 1)]
+    assert timings.sizes[0].bytes == 4096 and timings.sizes[0].seconds > 0
     assert any("all-reduce over 2 hosts" in finding.what for finding in first.findings)
 
 
@@ -141,7 +141,7 @@ def test_a_meeting_port_that_is_closed_is_named_on_both_hosts(hosts: Hosts) -> N
     found = the(second, f"port {PORT}")
     assert (found.state, found.host, found.fix) == ("failed", "host-a", f"ufw allow {PORT}/tcp")
     assert f"host-b tried host-a (10.77.0.1) port {PORT}" in found.what and "packets are dropped" in found.what
-    assert "1 of 2 hosts came" in the(first, "meeting").what
+    assert "1 of 2 hosts came" in the(first, "rendezvous").what
     assert first.tells and second.tells
 
 
@@ -150,7 +150,7 @@ def test_a_host_that_never_comes_is_missed_by_name_where_names_are_known(
     hosts: Hosts, names: tuple[str, ...], missing: str
 ) -> None:
     (report,) = reports([call(hosts[0], patience_s=BRIEF_S, names=names)])
-    found = the(report, "meeting")
+    found = the(report, "rendezvous")
     assert f"1 of 2 hosts came to host-a:29500 within 2 s: host-a; missing: {missing}" in found.what
     assert found.fix.endswith("nc -vz host-a 29500")
 
@@ -215,7 +215,7 @@ def test_an_mtu_black_hole_is_laid_to_the_host_whose_large_packets_vanish(hosts:
     assert (found.state, found.host) == ("failed", hosts[hurt].name)
     assert found.fix == "ip link set dev eth0 mtu 1400"
     assert f"more than 1400 bytes from {hosts[hurt].name} to {hosts[spared].name} vanish" in found.what
-    assert first.findings == second.findings and not first.links  # no collective was tried, which would have hung
+    assert first.findings == second.findings and not first.timings  # no collective was tried, which would have hung
 
 
 @pytest.mark.needs("firewall")
@@ -259,14 +259,14 @@ def test_a_host_that_hashes_for_long_is_waited_for_and_not_missed(hosts: Hosts, 
 def test_a_host_that_dies_in_the_middle_of_the_collectives_is_named(hosts: Hosts) -> None:
     first, _ = call(hosts[0], collectives=True), call(hosts[1], collectives=True, dies_with="collectives.SizeRow")
     (report,) = reports([first])
-    found = the(report, "meeting")
+    found = the(report, "rendezvous")
     assert found.host == "host-b" and "host-b came, and then stopped answering" in found.what
 
 
 def test_a_first_host_that_dies_is_named_by_the_others(hosts: Hosts) -> None:
     _, second = call(hosts[0], dies_with="check.judge"), call(hosts[1])
     (report,) = reports([second])
-    found = the(report, "meeting")
+    found = the(report, "rendezvous")
     assert found.host == "host-a" and "stopped answering" in found.what and report.tells
 
 
@@ -276,7 +276,7 @@ def test_of_three_hosts_the_one_behind_a_slow_link_is_named(tmp_path: Path) -> N
     assert "host-c is slow: a round trip to any other host takes at least" in the(first, "latency").what
     assert the(first, "latency").host == the(first, "gloo").host == "host-c"
     assert "host-c is slow with every other host" in the(first, "gloo").what
-    assert [row.hosts for row in first.links[0].pairs] == [(0, 1), (0, 2), (1, 2)]
+    assert [row.hosts for row in first.timings[0].pairs] == [(0, 1), (0, 2), (1, 2)]
     assert all(other.findings == first.findings for other in others)
 
 
@@ -294,4 +294,4 @@ def test_ranks_that_torchrun_started_check_their_hosts_and_the_first_one_tells(h
     assert {finding["host"] for finding in found[1]} == {"host-b"}  # of itself alone
     together = [finding for finding in found[0] if finding["host"] != "host-a"]
     assert not [finding for finding in together if finding["state"] == "failed"]
-    assert {"meeting", "reach", "packets", "gloo"} <= {finding["check"] for finding in together}
+    assert {"rendezvous", "reach", "packets", "gloo"} <= {finding["check"] for finding in together}

@@ -11,7 +11,7 @@ import pytest
 
 from drumline.doctor.finding import Finding, worst
 from drumline.doctor.hosts.alike import compare_data
-from drumline.doctor.hosts.collectives import Links, PairRow, SizeRow, judge_links, merged, rounds
+from drumline.doctor.hosts.collectives import PairRow, SizeRow, Timings, judge_timings, merged, rounds
 from drumline.doctor.hosts.judge import judge
 from drumline.doctor.hosts.look import peers
 from drumline.doctor.hosts.report import BY_MANIFEST, BY_NAME, HostFacts, Sight
@@ -354,27 +354,27 @@ def test_in_each_turn_everyone_looks_at_another_and_at_no_more_than_some_of_many
     assert 8 <= len(peers(many[3], many)) <= 16
 
 
-def made_links(slow: int | None, *, latency_s: float = 2e-4, bytes_per_s: float = 1e9) -> Links:
+def made_links(slow: int | None, *, latency_s: float = 2e-4, bytes_per_s: float = 1e9) -> Timings:
     pairs = []
     for pair in ((0, 1), (0, 2), (1, 2)):
         hurt = slow in pair
         pairs.append(PairRow(pair, latency_s if hurt else 2e-4, bytes_per_s if hurt else 1e9))
-    return Links("gloo", (SizeRow(4096, 1e-3), SizeRow(8 << 20, 0.1)), tuple(pairs))
+    return Timings("gloo", (SizeRow(4096, 1e-3), SizeRow(8 << 20, 0.1)), tuple(pairs))
 
 
 @pytest.mark.parametrize("how", [{"latency_s": 0.05}, {"bytes_per_s": 1e7}])
 def test_the_host_that_is_slow_in_all_its_pairs_is_named(how: dict[str, float]) -> None:
     names = {number: f"host-{number}" for number in range(3)}
-    found = judge_links(made_links(1, **how), names, {1: "eth7"})
+    found = judge_timings(made_links(1, **how), names, {1: "eth7"})
     (slow,) = [finding for finding in found if finding.state != "ok"]
     assert (slow.check, slow.host, slow.fix) == ("gloo", "host-1", "tc -s qdisc show dev eth7")
-    assert worst(judge_links(made_links(None), names, {})) == "ok"
+    assert worst(judge_timings(made_links(None), names, {})) == "ok"
 
 
 def test_what_each_host_measured_becomes_one_table_that_goes_through_the_store() -> None:
     whole = made_links(1, latency_s=0.05)
     parts = [replace(whole, pairs=tuple(row for row in whole.pairs if n in row.hosts)) for n in range(3)]
-    assert merged([Links.from_dict(part.as_dict()) for part in parts]) == whole
+    assert merged([Timings.from_dict(part.as_dict()) for part in parts]) == whole
     assert whole.pair_rows({0: "a", 1: "b", 2: "c"})[0] == ("a - b", "50.00", "1.00 GB/s")
     assert whole.size_rows()[-1] == ("8 MiB", "100.00", "83.9 MB/s")
 

@@ -1,4 +1,9 @@
-"""A config -> how fast it trains here, what limits it, and what a run would take."""
+"""A config -> how fast it trains here, what limits it, and what a run would take.
+
+bench: measures and sums up (config: its settings; workload: a run's steps, timed by part; ceilings: what the hardware
+can do; memory: what a step takes, and the largest batch that fits). report, plots: the figures shown. dry_run: the
+resolved config and estimates, without training.
+"""
 
 from typing import TYPE_CHECKING
 

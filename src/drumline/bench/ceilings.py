@@ -86,8 +86,8 @@ def together(world: World) -> None:
 def measure_ceilings(world: World, dtype: torch.dtype) -> Ceilings:
     """All ranks call it: ranks that share a machine share its memory, and should."""
     device = world.device
-    found = [_matmul_flops_per_s(world, dtype), _copy_bytes_per_s(world)]
-    of_all = world.gather(found)
+    own = [_matmul_flops_per_s(world, dtype), _copy_bytes_per_s(world)]
+    of_all = world.gather(own)
     return Ceilings(
         matmul_flops_per_s=statistics.mean(each[0] for each in of_all),
         datasheet_flops_per_s=peak_flops(device, dtype),
@@ -115,13 +115,13 @@ def measure_all_reduce(world: World) -> list[AllReduce]:
     """By size; nothing for a single rank. float32, as gradients are."""
     if world.size == 1:
         return []
-    found = []
+    measured = []
     for size in _ALL_REDUCE_BYTES["cuda" if world.device.type == "cuda" else "cpu"]:
         tensor = torch.zeros(size // 4, device=world.device)
         took_s = max(world.gather(_median_s(partial(world.sum, tensor), world)))
         sent = 2 * (world.size - 1) / world.size * size
-        found.append(AllReduce(bytes=size, seconds=took_s, bytes_per_s=sent / took_s))
-    return found
+        measured.append(AllReduce(bytes=size, seconds=took_s, bytes_per_s=sent / took_s))
+    return measured
 
 
 def _median_s(work: Callable[[], object], world: World) -> float:

@@ -62,9 +62,9 @@ def _table_panel(report: Mapping[str, Any], axes: Any) -> None:
 
 def _all_reduce_panel(report: Mapping[str, Any], axes: Any) -> None:
     """How fast ranks add tensors up, by size."""
-    found = report["all_reduce"]
-    sizes = [each["bytes"] / 2**20 for each in found]
-    axes.plot(sizes, [each["bytes_per_s"] / 1e9 for each in found], marker="o")
+    all_reduces = report["all_reduce"]
+    sizes = [each["bytes"] / 2**20 for each in all_reduces]
+    axes.plot(sizes, [each["bytes_per_s"] / 1e9 for each in all_reduces], marker="o")
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:g}" for size in sizes])
     axes.set_ylim(bottom=0)

@@ -27,10 +27,10 @@ def summary(report: Report) -> list[str]:
     ]
     if report.search is not None:
         whole = report.batch_size * report.ranks == report.global_batch_size
-        found = "a rank's whole share of a step, fits" if whole else "the largest that fits"
+        which = "a rank's whole share of a step, fits" if whole else "the largest that fits"
         limit = count(report.search.limit_bytes)
         lines += [
-            f"{'batch_size':<12} {report.batch_size}, {found} into {limit}B; to train with it:",
+            f"{'batch_size':<12} {report.batch_size}, {which} into {limit}B; to train with it:",
             f"  drumline train --preset {report.preset} --batch_size {report.batch_size} "
             f"--global_batch_size {report.global_batch_size}",
         ]

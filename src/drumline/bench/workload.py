@@ -168,9 +168,9 @@ def _differences(medians: dict[str, float]) -> dict[str, float]:
     levels = [0.0, medians["data"], medians["forward"], medians["backward"], without_ranks]
     rising = list(itertools.accumulate((min(level, whole) for level in levels), max))
     data, forward, backward, optimizer = (after - before for before, after in itertools.pairwise(rising))
-    found = {"data": data, "forward": forward, "backward": backward, "optimizer": optimizer}
-    found["gradient_wait"] = whole - rising[-1]
-    return {part: found[part] for part in PARTS}
+    seconds = {"data": data, "forward": forward, "backward": backward, "optimizer": optimizer}
+    seconds["gradient_wait"] = whole - rising[-1]
+    return {part: seconds[part] for part in PARTS}
 
 
 def slowest(world: World, took_s: float) -> float:

@@ -18,7 +18,7 @@ from drumline.doctor import Finding, worst
 from drumline.errors import EXIT_USER, ConfigError
 
 if TYPE_CHECKING:
-    from drumline.doctor import Gathering, HostsReport
+    from drumline.doctor import HostsReport, Rendezvous
     from drumline.parallel import Place
 
 _SKIP = "skip these checks: --doctor off"
@@ -81,29 +81,29 @@ def doctor(
     from drumline.doctor import all_findings, quick_findings
 
     place = _place()
-    gathering = None if place is None else _gathering(nnodes, rdzv_endpoint, names)
+    rendezvous = None if place is None else _rendezvous(nnodes, rdzv_endpoint, names)
     several = nnodes > 1 or _hosts_of_launcher(environ) > 1
-    found: list[Finding] = []
+    findings: list[Finding] = []
     speaks = place is None or place.local_rank == 0  # one process of each host
     if speaks:
         if quick:
-            found = quick_findings(environ, folder=run_dir, ranks=1, several_hosts=several)
+            findings = quick_findings(environ, folder=run_dir, ranks=1, several_hosts=several)
         else:
-            found = all_findings(run_dir, environ, several_hosts=several)
-    found = [replace(finding, host=socket.gethostname()) if several else finding for finding in found]
+            findings = all_findings(run_dir, environ, several_hosts=several)
+    findings = [replace(finding, host=socket.gethostname()) if several else finding for finding in findings]
     together = None
-    if gathering is not None:
+    if rendezvous is not None:
         from drumline.doctor import check_hosts
 
         say = (lambda text: None) if json else _say
-        together = check_hosts(gathering, say=say, patience_s=patience, data=data, collectives=not quick)
+        together = check_hosts(rendezvous, say=say, patience_s=patience, data=data, collectives=not quick)
     if together is not None and (together.tells or not speaks):
-        found += together.findings
-    if speaks or found:
-        _show(found, as_json=json, alone=not (several or quick))
+        findings += together.findings
+    if speaks or findings:
+        _show(findings, as_json=json, alone=not (several or quick))
     if together is not None and not json:
-        _show_links(together)
-    return EXIT_USER if worst([*found, *(together.findings if together else ())]) == "failed" else 0
+        _show_timings(together)
+    return EXIT_USER if worst([*findings, *(together.findings if together else ())]) == "failed" else 0
 
 
 def _check_by_hand(*, nnodes: int, rdzv_endpoint: str | None, names: str | None) -> None:
@@ -127,17 +127,17 @@ def _check_over_ssh(hosts: str, *, nnodes: int, rdzv_endpoint: str | None, names
     """ConfigError for flags that --hosts does not go with."""
     from drumline.launch import parse_hosts
 
-    found = parse_hosts(hosts)
+    remote_hosts = parse_hosts(hosts)
     if json:
-        where = rdzv_endpoint or f"{found[0].name}:{RENDEZVOUS_PORT}"
-        several = f" --nnodes {len(found)} --rdzv_endpoint {where}" if len(found) > 1 else ""
+        where = rdzv_endpoint or f"{remote_hosts[0].name}:{RENDEZVOUS_PORT}"
+        several = f" --nnodes {len(remote_hosts)} --rdzv_endpoint {where}" if len(remote_hosts) > 1 else ""
         raise ConfigError(
             "--json is for one host, and --hosts mixes the lines of all",
             fix=f"on each: drumline doctor{several} --json",
         )
     if nnodes != 1 or names is not None:
         raise ConfigError(
-            f"--nnodes and --names are for hosts started by hand; --hosts has {len(found)} of them already",
+            f"--nnodes and --names are for hosts started by hand; --hosts has {len(remote_hosts)} of them already",
             fix=f"drumline doctor --hosts {hosts}",
         )
 
@@ -149,16 +149,16 @@ def _own_flags(run_dir: Path, data: tuple[Path, ...], *, quick: bool, patience: 
     return [*flags, *(["--quick"] if quick else [])]
 
 
-def _gathering(nnodes: int, rdzv_endpoint: str | None, names: str | None) -> Gathering | None:
+def _rendezvous(nnodes: int, rdzv_endpoint: str | None, names: str | None) -> Rendezvous | None:
     """How this host meets the others; None where there are none."""
-    from drumline.doctor import find_gathering, gathering_at
+    from drumline.doctor import find_rendezvous, rendezvous_at
 
     if nnodes == 1 or rdzv_endpoint is None:
-        return find_gathering(os.environ)
-    return gathering_at(rdzv_endpoint, hosts=nnodes, names=names.split(",") if names else ())
+        return find_rendezvous(os.environ)
+    return rendezvous_at(rdzv_endpoint, hosts=nnodes, names=names.split(",") if names else ())
 
 
-def _show_links(report: HostsReport) -> None:
+def _show_timings(report: HostsReport) -> None:
     """How fast the hosts reduce, all together and by pair; or, on a host that does not tell, which one does."""
     if not report.tells:
         if any(finding.state != "ok" for finding in report.findings):
@@ -167,10 +167,10 @@ def _show_links(report: HostsReport) -> None:
     from drumline.doctor import PAIR_COLUMNS, SIZE_COLUMNS
     from drumline.report import print_line, print_table
 
-    for links in report.links:
-        print_line(f"\n{links.backend}, over {len(report.names)} hosts and by pair:")
-        print_table(SIZE_COLUMNS, links.size_rows())
-        print_table(PAIR_COLUMNS, links.pair_rows(report.names))
+    for timings in report.timings:
+        print_line(f"\n{timings.backend}, over {len(report.names)} hosts and by pair:")
+        print_table(SIZE_COLUMNS, timings.size_rows())
+        print_table(PAIR_COLUMNS, timings.pair_rows(report.names))
 
 
 def _place() -> Place | None:
@@ -188,12 +188,12 @@ def _hosts_of_launcher(environ: Mapping[str, str]) -> int:
     return int(said) if said.isdigit() else 1
 
 
-def _show(found: Sequence[Finding], *, as_json: bool, alone: bool) -> None:
+def _show(findings: Sequence[Finding], *, as_json: bool, alone: bool) -> None:
     if as_json:
         report = {
             "host": socket.gethostname(),
-            "state": worst(found),
-            "findings": [finding.as_dict() for finding in found],
+            "state": worst(findings),
+            "findings": [finding.as_dict() for finding in findings],
         }
         sys.stdout.write(json_format.dumps(report, indent=2) + "\n")
         return
@@ -201,15 +201,15 @@ def _show(found: Sequence[Finding], *, as_json: bool, alone: bool) -> None:
     from rich.text import Text
 
     console = Console(emoji=False)  # fe80::b:1 is an address
-    for finding in found:
+    for finding in findings:
         state, style = f"{finding.state:<8}", _STYLES[finding.state]
         where = f"{finding.host}: " if finding.host else ""
         line = Text.assemble((state, style), f" {finding.check:<{_CHECK_WIDTH}} {where}{finding.what}")
         console.print(line, soft_wrap=True)
         if finding.state != "ok" and finding.fix:
             console.print(Text(f"{'':8} {'':{_CHECK_WIDTH}} fix: {finding.fix}"), soft_wrap=True)
-    failed, warned = (sum(finding.state == state for finding in found) for state in ("failed", "warning"))
-    _say(f"{len(found)} checks: {failed} failed, {warned} {'warning' if warned == 1 else 'warnings'}")
+    failed, warned = (sum(finding.state == state for finding in findings) for state in ("failed", "warning"))
+    _say(f"{len(findings)} checks: {failed} failed, {warned} {'warning' if warned == 1 else 'warnings'}")
     if alone:
         _say("for a network of hosts, on each: drumline doctor --nnodes 2 --rdzv_endpoint HOST:29400")
 
@@ -231,10 +231,10 @@ def check_first(config: TrainConfig, *, ranks: int) -> None:
     if place.local_rank > 0:
         return
     _find_rank_0()
-    found = [f for f in findings_before(config, place, ranks=ranks) if f.state != "ok"]
+    findings = [f for f in findings_before(config, place, ranks=ranks) if f.state != "ok"]
     # A rank that left before it met the others would keep them waiting: what cannot work they find out together.
-    fatal = [finding for finding in found if finding.state == "failed" and place.size == 1]
-    warned = [finding for finding in found if finding not in fatal]
+    fatal = [finding for finding in findings if finding.state == "failed" and place.size == 1]
+    warned = [finding for finding in findings if finding not in fatal]
     for finding in warned:
         sys.stderr.write(f"warning: {finding.sentence}\n  fix: {finding.fix}\n")
     if fatal:
@@ -250,16 +250,16 @@ def check_first(config: TrainConfig, *, ranks: int) -> None:
 
 def _find_rank_0() -> None:
     """A rank of another host: say what keeps it from rank 0, which torch alone would wait for in silence."""
-    from drumline.doctor import CheckEndedError, approach, find_gathering
+    from drumline.doctor import CheckEndedError, approach, find_rendezvous
 
-    gathering = find_gathering(os.environ)
-    if gathering is None or gathering.keeps:
+    rendezvous = find_rendezvous(os.environ)
+    if rendezvous is None or rendezvous.keeps:
         return
 
     def say(text: str) -> None:
         sys.stderr.write(f"{socket.gethostname()}: {text}\n")
 
     try:
-        approach(replace(gathering, task="run"), patience_s=_RANK_0_S, say=say, say_every_s=_SAY_S)
+        approach(replace(rendezvous, task="run"), patience_s=_RANK_0_S, say=say, say_every_s=_SAY_S)
     except CheckEndedError as ended:
         raise ConfigError(ended.finding.what, fix=ended.finding.fix) from None

@@ -1,4 +1,9 @@
-"""A machine or a cluster -> findings, each with the line to type."""
+"""A machine or a cluster -> findings: ok, warning or failed, what was seen, and the line to type.
+
+finding: one of them. checkup: all checks of this machine, or the quick ones before a run (machine, gpus: what it has;
+environment: its variables). hosts/: several hosts check each other: they meet (rendezvous), describe themselves
+(report), probe each other (look) and time collectives; the first judges (judge, alike), and check runs all of it.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -10,6 +15,6 @@ if TYPE_CHECKING:
     from drumline.doctor.finding import UNWRITABLE, Finding, worst
     from drumline.doctor.hosts.check import HostsReport, check_hosts
     from drumline.doctor.hosts.collectives import PAIR_COLUMNS, SIZE_COLUMNS
-    from drumline.doctor.hosts.meet import CheckEndedError, Gathering, approach, find_gathering, gathering_at
+    from drumline.doctor.hosts.rendezvous import CheckEndedError, Rendezvous, approach, find_rendezvous, rendezvous_at
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

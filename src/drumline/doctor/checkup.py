@@ -80,15 +80,15 @@ def _torch(environ: Mapping[str, str], smis: list[gpus.Smi], *, installed: int) 
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and torch.distributed.is_nccl_available() else "none"  # type: ignore[no-untyped-call]
     on_cpu = gpus.check_cpu_products(gpus.cpu_products())  # first: it forks, which a process that uses a GPU should not
     trouble = gpus.cuda_trouble() if cuda else ""
-    found = [
+    findings = [
         machine.check_torch(str(torch.__version__), cuda=cuda, nccl=nccl),
         gpus.check_cuda(built_for=cuda, trouble=trouble, installed=installed, environ=environ),
         *(gpus.look_at_gpus(environ, smis) if cuda and not trouble else []),
         on_cpu,
     ]
     if torch.backends.mps.is_available():
-        found.append(Finding("MPS", "ok", "Apple's GPU is what --device auto takes"))
-    return found
+        findings.append(Finding("MPS", "ok", "Apple's GPU is what --device auto takes"))
+    return findings
 
 
 def quick_findings(
@@ -119,22 +119,22 @@ def quick_findings(
         resolves=lambda host: True,  # may take its time; who cannot find rank 0 says so
         port_is_free=lambda port: True,  # the launcher takes another
     )
-    found = [machine.check_open_files(*machine.read_open_files())]
+    findings = [machine.check_open_files(*machine.read_open_files())]
     if folder is not None:
-        found.append(_room(folder, needed_bytes, several_hosts=several_hosts))
+        findings.append(_room(folder, needed_bytes, several_hosts=several_hosts))
     if ranks > 0:  # without GPUs only snapshots lie there, and whether there is room for those the run itself says
-        found += _shared_memory(machine.SHARED_BYTES if installed else 0)
+        findings += _shared_memory(machine.SHARED_BYTES if installed else 0)
     if device == "cuda":
-        found.append(_cuda(environ, installed))
+        findings.append(_cuda(environ, installed))
     if dtype == "bfloat16" and _on_cpu(device):
-        found.append(gpus.check_cpu_products(gpus.cpu_products(), needed=True))
+        findings.append(gpus.check_cpu_products(gpus.cpu_products(), needed=True))
     if compiles:
         wanted = environ.get("CXX")
-        found.append(machine.check_compiler(machine.find_compiler(wanted), wanted=wanted, needed=True))
+        findings.append(machine.check_compiler(machine.find_compiler(wanted), wanted=wanted, needed=True))
     for finding in check_variables(environ, facts):
         ends = finding.check in _ENDING and ranks > 0
-        found.append(finding if ends or finding.state != "failed" else replace(finding, state="warning"))
-    return found
+        findings.append(finding if ends or finding.state != "failed" else replace(finding, state="warning"))
+    return findings
 
 
 def _room(folder: Path, needed_bytes: int, *, several_hosts: bool) -> Finding:

@@ -127,7 +127,7 @@ class Facts:
 
 def check_variables(environ: Mapping[str, str], facts: Facts) -> list[Finding]:
     """A finding for each variable that is set and matters, by name."""
-    found = []
+    findings = []
     for name, value in sorted(environ.items()):
         meaning = _meaning(name)
         if meaning is None:
@@ -135,8 +135,8 @@ def check_variables(environ: Mapping[str, str], facts: Facts) -> list[Finding]:
         idle = facts.gpus == 0 and name.startswith(_ON_GPUS)
         state, why, fix = _FINE if idle else _judge(name, value, facts)
         what = f"{_shown(name, value)}: {why or meaning}{', of no effect without a GPU' if idle else ''}"
-        found.append(Finding(name, state, what, fix, code=VARIABLE))
-    return found
+        findings.append(Finding(name, state, what, fix, code=VARIABLE))
+    return findings
 
 
 def _meaning(name: str) -> str | None:

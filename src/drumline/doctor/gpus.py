@@ -95,14 +95,14 @@ def _parsed(line: str) -> Smi:
 
 def installed_gpus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
     """NVIDIA's GPUs in this machine, whether or not a driver knows them. Takes no time."""
-    found = 0
+    gpus = 0
     for device in pci.glob("*"):
         try:
             vendor, kind = (device / "vendor").read_text(), (device / "class").read_text()
         except OSError:
             continue
-        found += vendor.strip() == "0x10de" and kind.startswith("0x03")
-    return found
+        gpus += vendor.strip() == "0x10de" and kind.startswith("0x03")
+    return gpus
 
 
 def cuda_trouble() -> str:
@@ -198,7 +198,7 @@ def look_at_gpus(environ: Mapping[str, str], smis: Sequence[Smi]) -> list[Findin
     """Every GPU that torch may use, each made to compute."""
     import torch
 
-    found = []
+    findings = []
     count = torch.cuda.device_count()
     names = [entry.strip() for entry in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
     names = names if len(names) == count else [str(index) for index in range(count)]
@@ -214,9 +214,9 @@ def look_at_gpus(environ: Mapping[str, str], smis: Sequence[Smi]) -> list[Findin
         except RuntimeError as error:  # a GPU that does not even answer
             what = f"{facts.name} fails: {' '.join(str(error).split())[:200]}"
             left = ",".join(names[:index] + names[index + 1 :])
-            found.append(Finding(f"GPU {index}", "failed", what, f"export CUDA_VISIBLE_DEVICES={left}"))
+            findings.append(Finding(f"GPU {index}", "failed", what, f"export CUDA_VISIBLE_DEVICES={left}"))
             continue
-        found.append(
+        findings.append(
             check_gpu(
                 index,
                 facts.name,
@@ -227,7 +227,7 @@ def look_at_gpus(environ: Mapping[str, str], smis: Sequence[Smi]) -> list[Findin
                 without=",".join(names[:index] + names[index + 1 :]),
             )
         )
-    return found
+    return findings
 
 
 def wrong_elements(device: torch.device, dtype: str, *, rounds: int = _ROUNDS, multiply: Multiply | None = None) -> int:
@@ -281,11 +281,11 @@ def cpu_products() -> dict[str, Any]:
         if time.monotonic() >= deadline:
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
-    found: dict[str, Any] = {}
+    products: dict[str, Any] = {}
     for line in lines.splitlines():
-        found |= json.loads(line)
+        products |= json.loads(line)
     code = os.waitstatus_to_exitcode(status)
-    return found | ({"ended": signal.Signals(-code).name} if code < 0 else {})
+    return products | ({"ended": signal.Signals(-code).name} if code < 0 else {})
 
 
 def _compute_and_leave(writing: int) -> None:
@@ -314,24 +314,26 @@ def _compute_and_leave(writing: int) -> None:
         os._exit(0)
 
 
-def check_cpu_products(found: Mapping[str, Any], *, needed: bool = False) -> Finding:
-    """What `cpu_products` found, judged.
+def check_cpu_products(products: Mapping[str, Any], *, needed: bool = False) -> Finding:
+    """What `cpu_products` products, judged.
 
     needed: whether a run is to compute in bfloat16
     """
     check = "CPU products"
     for dtype in _LARGEST:
-        if dtype not in found and found.get("ended") in ("SIGILL", "SIGSEGV", "SIGTRAP"):
-            what = f"{dtype} dies of {found['ended']}: this CPU announces instructions (AMX) that it does not carry out"
-            what += "; float32, which --dtype auto takes, works" if "float32" in found else ""
+        if dtype not in products and products.get("ended") in ("SIGILL", "SIGSEGV", "SIGTRAP"):
+            what = (
+                f"{dtype} dies of {products['ended']}: this CPU announces instructions (AMX) that it does not carry out"
+            )
+            what += "; float32, which --dtype auto takes, works" if "float32" in products else ""
             return Finding(check, "failed" if needed else "warning", what, "export ONEDNN_MAX_CPU_ISA=AVX512_CORE")
-        if dtype not in found:
+        if dtype not in products:
             what = f"a {dtype} product took more than {_PRODUCTS_TIMEOUT_S:.0f} s or failed"
             return Finding(check, "warning", what, "drumline train --dtype float32")
-        if wrong := found[dtype][0]:
+        if wrong := products[dtype][0]:
             what = f"the CPU computes wrong results: {wrong:,} of {2 * _SIZES['cpu'] ** 2:,} elements in {dtype}"
             return Finding(check, "failed", what, "sudo dmesg | grep -i mce")
-    ratio = found["float32"][1] / found["bfloat16"][1]
+    ratio = products["float32"][1] / products["bfloat16"][1]
     if ratio > 1:
         speed = f"bfloat16 {ratio:.1f}x as fast as float32: --dtype bfloat16 uses it, auto takes float32 on a CPU"
     else:

@@ -81,10 +81,10 @@ def check_system(
     what = (
         f"{socket.gethostname()}: {platform.system()} {platform.release().split('-')[0]}, {_of(allowed_cores, cores)}"
     )
-    held = (
+    limited = (
         f" of the machine's {memory_bytes / _GIB:.0f}, a limit of its container" if limit_bytes < memory_bytes else ""
     )
-    what += f", {min(memory_bytes, limit_bytes) / _GIB:.1f} GiB of memory{held}"
+    what += f", {min(memory_bytes, limit_bytes) / _GIB:.1f} GiB of memory{limited}"
     most = max(1, int(allowed_cores))
     if most < cores and (threads or cores) > most:
         what += f"; torch would start {threads or cores} threads, which then wait for each other"
@@ -340,7 +340,7 @@ def read_synchronised() -> bool | None:
 
 def check_interfaces(interfaces: Sequence[Interface], *, name: str, own_address: str | None) -> list[Finding]:
     """own_address: what the name of this machine stands for"""
-    found = []
+    findings = []
     for interface in interfaces:
         if interface.is_loopback or interface.is_virtual or not interface.is_up or not interface.addresses:
             continue
@@ -349,10 +349,12 @@ def check_interfaces(interfaces: Sequence[Interface], *, name: str, own_address:
         what = f"{interface.name} {', '.join(addresses)}, MTU {interface.mtu}{speed}"
         if interface.mtu < _SMALLEST_MTU:
             fix = as_root(f"ip link set dev {interface.name} mtu 1500")
-            found.append(Finding("network", "warning", f"{what}: packets this small are slow, IPv6 refuses them", fix))
+            findings.append(
+                Finding("network", "warning", f"{what}: packets this small are slow, IPv6 refuses them", fix)
+            )
         else:
-            found.append(Finding("network", "ok", what))
-    if not found:
+            findings.append(Finding("network", "ok", what))
+    if not findings:
         return [Finding("network", "ok", "no interface with an address: this machine trains alone")]
     if own_address is not None and is_loopback(own_address):
         first = next(
@@ -363,8 +365,8 @@ def check_interfaces(interfaces: Sequence[Interface], *, name: str, own_address:
         what = (
             f"{name} stands for {own_address} here; should it train with other hosts: export GLOO_SOCKET_IFNAME={first}"
         )
-        found.append(Finding("host name", "ok", what))
-    return found
+        findings.append(Finding("host name", "ok", what))
+    return findings
 
 
 def check_infiniband(ports: Sequence[InfiniBandPort], *, several_hosts: bool) -> list[Finding]:

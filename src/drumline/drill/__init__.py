@@ -1,4 +1,8 @@
-"""A run broken on purpose -> proof that nothing was lost."""
+"""A run broken on purpose -> proof that nothing was lost.
+
+drill: a seeded schedule of faults, and the comparison with a run that nothing disturbed. faults: how each is injected,
+and which events must follow. run: the run's processes, events and progress.
+"""
 
 from typing import TYPE_CHECKING
 

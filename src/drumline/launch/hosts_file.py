@@ -42,14 +42,14 @@ def read_hosts(path: Path) -> list[RemoteHost]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the hosts in {path}: {error}", fix="name a file with one host a line") from None
-    found = []
+    hosts = []
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"
         if words := line.partition("#")[0].split():
-            found.append((_with_slots(_host(words[0], where), words[1:], where), where))
-    if not found:
+            hosts.append((_with_slots(_host(words[0], where), words[1:], where), where))
+    if not hosts:
         raise ConfigError(f"there is no host in {path}", fix=f"echo 'host-a slots=8' >> {path}")
-    return _checked(found)
+    return _checked(hosts)
 
 
 def _host(word: str, where: str) -> RemoteHost:
@@ -72,13 +72,13 @@ def _with_slots(host: RemoteHost, words: list[str], where: str) -> RemoteHost:
 
 
 def _checked(hosts: Iterable[tuple[RemoteHost, str]]) -> list[RemoteHost]:
-    found: dict[str, RemoteHost] = {}
+    by_name: dict[str, RemoteHost] = {}
     for host, where in hosts:
         if host.slots == 0:
             raise ConfigError(f"{where}: {host.name} has 0 slots", fix="give it 1 or more, or leave it out")
-        if host.name in found:
+        if host.name in by_name:
             raise ConfigError(
                 f"{where}: {host.name} is named twice", fix=f"name it once, with its ranks: {host.name}:2"
             )
-        found[host.name] = host
-    return list(found.values())
+        by_name[host.name] = host
+    return list(by_name.values())

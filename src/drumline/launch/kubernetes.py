@@ -89,15 +89,15 @@ class K8sConfig:
 
     def mounts(self) -> list[tuple[str, str]]:
         """Claims and where they are seen."""
-        found = [tuple(claim.split(":", 1)) for claim in self.claim]
-        for claim, parts in zip(self.claim, found, strict=True):
+        pairs = [tuple(claim.split(":", 1)) for claim in self.claim]
+        for claim, parts in zip(self.claim, pairs, strict=True):
             if len(parts) != 2 or not _NAME.fullmatch(parts[0]) or not parts[1].startswith("/"):
                 raise ConfigError(f"--claim {claim!r} is not NAME:/MOUNT", fix="as in --claim training-data:/data")
-        return [(parts[0], parts[1]) for parts in found]
+        return [(parts[0], parts[1]) for parts in pairs]
 
     def variables(self) -> list[Tree]:
         """The container's environment. A secret is named, its value never stands here."""
-        found: list[Tree] = []
+        variables: list[Tree] = []
         for entry in self.env:
             name, value = _parted(entry, "env", "NCCL_DEBUG=INFO")
             if is_secret(name):
@@ -106,12 +106,12 @@ class K8sConfig:
                     fix=f"write {name}=... to FILE, kubectl create secret generic drumline --from-env-file FILE, and "
                     f"--env_from_secret {name}=drumline",
                 )
-            found.append({"name": name, "value": _literal(value)})
+            variables.append({"name": name, "value": _literal(value)})
         for entry in self.env_from_secret:
             name, source = _parted(entry, "env_from_secret", "WANDB_API_KEY=drumline")
             secret, _, key = source.partition(":")
-            found.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key or name}}})
-        return found
+            variables.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key or name}}})
+        return variables
 
 
 class K8sJob:
@@ -277,5 +277,5 @@ def _literal(text: str) -> str:
 
 def label_of(text: str) -> str:
     """The nearest name that Kubernetes takes."""
-    found = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-    return found if found[:1].isalpha() else f"run-{found}".rstrip("-")
+    label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+    return label if label[:1].isalpha() else f"run-{label}".rstrip("-")

@@ -116,9 +116,9 @@ def _run(order: dict[str, Any], rest: bytes, asked: list[int], events: str) -> i
 def facts(cwd: str, meeting_host: str) -> dict[str, Any]:
     """What can keep a run from starting here."""
     try:
-        found = socket.getaddrinfo(meeting_host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(meeting_host, None, type=socket.SOCK_STREAM)
     except OSError:
-        found = []
+        addresses = []
     return {
         "versions": {
             "python": platform.python_version(),
@@ -127,7 +127,7 @@ def facts(cwd: str, meeting_host: str) -> dict[str, Any]:
         },
         "checkout": str(_CHECKOUT) if (_CHECKOUT / "constraints.txt").is_file() else None,
         "cwd": Path(cwd).is_dir(),
-        "meeting_addresses": sorted({str(each[4][0]) for each in found}),
+        "meeting_addresses": sorted({str(each[4][0]) for each in addresses}),
     }
 
 

@@ -185,16 +185,16 @@ def seconds_of(time: str | None) -> float:
     """A time limit as SLURM writes it, from 90 (minutes) to 1-12:00:00; none at all is for ever."""
     if time is None or time.upper() in ("INFINITE", "UNLIMITED"):
         return math.inf
-    found = _TIME.fullmatch(time)
-    if found is None:
+    match = _TIME.fullmatch(time)
+    if match is None:
         raise ConfigError(
             f"--time {time!r} is no time limit",
             fix="as in --time 24:00:00 (hours), 90 (minutes) or 3-12 (days and hours)",
         )
-    parts = [int(part) for part in found["parts"].split(":")]
+    parts = [int(part) for part in match["parts"].split(":")]
     # 90 and 90:00 begin with minutes, 1:30:00 with hours; behind days come hours.
-    first = 3600 if found["days"] or len(parts) == 3 else 60
-    return int(found["days"] or 0) * 86400 + sum(part * first / 60.0**place for place, part in enumerate(parts))
+    first = 3600 if match["days"] or len(parts) == 3 else 60
+    return int(match["days"] or 0) * 86400 + sum(part * first / 60.0**place for place, part in enumerate(parts))
 
 
 def quoted(name: str, value: str) -> str:

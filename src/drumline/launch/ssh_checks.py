@@ -73,7 +73,7 @@ def doctors_findings(session: Session, plan: Plan) -> list[Finding]:
     name = session.host.name
     try:
         report = json.loads(out[out.index("{") :])
-        found = [Finding(**{**finding, "host": finding["host"] or name}) for finding in report["findings"]]
+        findings = [Finding(**{**finding, "host": finding["host"] or name}) for finding in report["findings"]]
     except (ValueError, KeyError, TypeError):
         if session.code is None:
             what = f"its checks did not end within {_LIMIT_S:.0f} s"
@@ -84,7 +84,7 @@ def doctors_findings(session: Session, plan: Plan) -> list[Finding]:
             session.host, f"cd {shlex.quote(plan.workdir)} && {shlex.quote(plan.python)} -m drumline doctor --quick"
         )
         return [Finding("doctor", "failed" if session.code is None else "warning", what, fix, name)]
-    return [_among_hosts(finding, session, plan) for finding in found if finding.state != "ok"]
+    return [_among_hosts(finding, session, plan) for finding in findings if finding.state != "ok"]
 
 
 def _among_hosts(finding: Finding, session: Session, plan: Plan) -> Finding:
@@ -160,8 +160,8 @@ def _install(package: str, version: str, session: Session, plan: Plan) -> str:
 
 def meeting_addresses(sessions: Sequence[Session]) -> list[str]:
     """What hosts that answered take the meeting place's name for, and another host could use."""
-    found = [address for session in sessions for address in session.answers.get("meeting_addresses", ())]
-    return [address for address in found if not is_loopback(address)]
+    addresses = [address for session in sessions for address in session.answers.get("meeting_addresses", ())]
+    return [address for address in addresses if not is_loopback(address)]
 
 
 def say(findings: Sequence[Finding], *, all_hosts: int) -> None:

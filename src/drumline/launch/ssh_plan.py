@@ -134,9 +134,9 @@ def make_plan(
     """A plan from what the command line says; ConfigError for what cannot work."""
     _check_command(command)
     if hosts is not None and hostfile is None:
-        found = parse_hosts(hosts)
+        remote_hosts = parse_hosts(hosts)
     elif hosts is None and hostfile is not None:
-        found = read_hosts(hostfile)
+        remote_hosts = read_hosts(hostfile)
     else:
         raise ConfigError("the hosts are to be given in one way", fix="--hosts a,b, or --hostfile FILE")
     if nproc is not None and nproc < 1:
@@ -145,11 +145,11 @@ def make_plan(
     if not words or shutil.which(words[0]) is None:
         raise ConfigError(f"--ssh {ssh!r}: there is no such program", fix="apt install openssh-client")
     return Plan(
-        hosts=found,
+        hosts=remote_hosts,
         command=command,
         nproc=nproc,
         ssh=words,
-        endpoint=Endpoint.parse(rdzv_endpoint or found[0].name),
+        endpoint=Endpoint.parse(rdzv_endpoint or remote_hosts[0].name),
         workdir=str((workdir or Path.cwd()).absolute()),
         python=python,
         environ=environ,
@@ -170,14 +170,14 @@ def _check_command(command: Sequence[str]) -> None:
 
 def passed_on(environ: Mapping[str, str], more: Iterable[str]) -> dict[str, str]:
     """The variables that hosts are given: those that steer torch and its friends, and `more`."""
-    found = {name: value for name, value in environ.items() if _steers(name)}
+    passed = {name: value for name, value in environ.items() if _steers(name)}
     for name in more:
         if name in _NEVER:
             raise ConfigError(f"--env {name}: every rank is given its own", fix=f"leave out --env {name}")
         if name not in environ:
             raise ConfigError(f"--env {name}: there is no such variable", fix=f"export {name}=... first")
-        found[name] = environ[name]
-    return dict(sorted(found.items()))
+        passed[name] = environ[name]
+    return dict(sorted(passed.items()))
 
 
 def _steers(name: str) -> bool:

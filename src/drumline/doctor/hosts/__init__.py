@@ -1,1 +1,1 @@
-"""Several hosts that look at each other -> findings."""
+"""Several hosts that check each other -> findings; what each module does stands in `doctor`."""

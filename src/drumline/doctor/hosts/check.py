@@ -16,14 +16,14 @@ from typing import Any
 
 from drumline.doctor.finding import Finding
 from drumline.doctor.hosts.alike import compare_data
-from drumline.doctor.hosts.collectives import CollectiveBackend, Links, judge_links, measure, merged
+from drumline.doctor.hosts.collectives import CollectiveBackend, Timings, judge_timings, measure, merged
 from drumline.doctor.hosts.judge import judge
 from drumline.doctor.hosts.look import LOOK_S, look_at, peers
-from drumline.doctor.hosts.meet import CheckEndedError, Gathering, Messenger, meet
+from drumline.doctor.hosts.rendezvous import CheckEndedError, Messenger, Rendezvous, meet
 from drumline.doctor.hosts.report import HostFacts, Sight, data_hashes, label, own_facts
 from drumline.network import ProbeServer, is_loopback, resolve, within
 
-_LOOKS_S, _LINKS_S, _SLACK_S, _GRACE_S = 30.0, 90.0, 15.0, 8.0
+_LOOKS_S, _COLLECTIVES_S, _SLACK_S, _GRACE_S = 30.0, 90.0, 15.0, 8.0
 _SAY_S, _WAIT_S, _GOODBYE_S = 5.0, 0.05, 15.0
 _HASH_S, _HASH_BYTES_PER_S = 60.0, 10e6
 """How long hosts may take to hash their data: slow disks, and those of a network, are no fault."""
@@ -34,7 +34,7 @@ class HostsReport:
     """What came of it; the same on every host that met the others."""
 
     findings: tuple[Finding, ...] = ()
-    links: tuple[Links, ...] = ()
+    timings: tuple[Timings, ...] = ()
     names: Mapping[int, str] = field(default_factory=dict)
     """Of the hosts that met, by number."""
     tells: bool = False
@@ -42,7 +42,7 @@ class HostsReport:
 
 
 def check_hosts(
-    gathering: Gathering,
+    rendezvous: Rendezvous,
     *,
     say: Callable[[str], None],
     patience_s: float = 30.0,
@@ -54,10 +54,10 @@ def check_hosts(
 
     patience_s: how long hosts that are not there yet are waited for; data: files and folders that should be alike
     """
-    if gathering.spare:
+    if rendezvous.spare:
         return HostsReport()
     try:
-        check = _Check(gathering, say=say, patience_s=patience_s)
+        check = _Check(rendezvous, say=say, patience_s=patience_s)
         return check.run(data, collectives=collectives, clock=clock)
     except CheckEndedError as ended:
         return HostsReport((ended.finding,), tells=True)
@@ -66,17 +66,17 @@ def check_hosts(
 class _Check:
     """One host's part."""
 
-    def __init__(self, gathering: Gathering, *, say: Callable[[str], None], patience_s: float) -> None:
-        self._gathering = gathering
+    def __init__(self, rendezvous: Rendezvous, *, say: Callable[[str], None], patience_s: float) -> None:
+        self._rendezvous = rendezvous
         self._say = say
         self._patience_s = patience_s
         self._silent: set[int] = set()
         """Hosts that came and then stopped answering; only the first host, which asks all, knows of them."""
-        self._messenger = Messenger(meet(gathering, patience_s=patience_s, say=say), gathering.address)
+        self._messenger = Messenger(meet(rendezvous, patience_s=patience_s, say=say), rendezvous.address)
 
     def run(self, data: Sequence[Path], *, collectives: bool, clock: Callable[[], float]) -> HostsReport:
         own = own_facts(self._number(), os.environ, data=data)
-        findings, links, fit = list[Finding](), list[Links](), False
+        findings, timings, fit = list[Finding](), list[Timings](), False
         with ProbeServer(own.addresses, clock=clock) as server:
             own = replace(own, token=server.token, ports=server.ports)
             self._messenger.post(f"facts/{own.number}", own.as_dict())
@@ -86,29 +86,29 @@ class _Check:
                 seen, fit = self._look_around(own, hosts, data, clock)
                 findings += seen
         if fit and collectives:
-            told, links = self._reduce_together(own, hosts)
-            findings += told
+            about_collectives, timings = self._reduce_together(own, hosts)
+            findings += about_collectives
         names = {each.number: label(each, hosts) for each in hosts}
         self._part(own, [number for number in names if number not in self._silent])
-        return HostsReport(tuple(findings), tuple(links), names, tells=self._gathering.leads)
+        return HostsReport(tuple(findings), tuple(timings), names, tells=self._rendezvous.leads)
 
     def _number(self) -> int:
-        if self._gathering.number is not None:
-            return self._gathering.number
-        if self._gathering.leads:
+        if self._rendezvous.number is not None:
+            return self._rendezvous.number
+        if self._rendezvous.leads:
             return 0
         number = self._messenger.count("arrivals")
-        if number >= self._gathering.hosts:
-            host, expected = socket.gethostname(), self._gathering.hosts
+        if number >= self._rendezvous.hosts:
+            host, expected = socket.gethostname(), self._rendezvous.hosts
             what = f"{host} came as host {number + 1} of {expected}: a host came twice, or more are there than expected"
-            fix = replace(self._gathering, hosts=number + 1, names=()).again
-            raise CheckEndedError(Finding("meeting", "failed", what, fix, host))
+            fix = replace(self._rendezvous, hosts=number + 1, names=()).again
+            raise CheckEndedError(Finding("rendezvous", "failed", what, fix, host))
         return number
 
     def _gather(self, own: HostFacts) -> tuple[list[HostFacts], Finding]:
         """The hosts that came, and whether those are all."""
         until = time.monotonic() + self._patience_s
-        if self._gathering.leads:
+        if self._rendezvous.leads:
             hosts = [self._facts(number) for number in self._call_the_roll(until)]
             attendance = self._attendance(hosts)
             came = [each.number for each in hosts]
@@ -117,15 +117,15 @@ class _Check:
         roster = self._from_leader("roster", until=until + _SLACK_S)
         if own.number not in roster["came"]:
             what = f"{own.host} came after the others had stopped waiting"
-            fix = f"{self._gathering.again} --patience {max(60.0, 2 * self._patience_s):.0f}"
-            raise CheckEndedError(Finding("meeting", "failed", what, fix, own.host))
+            fix = f"{self._rendezvous.again} --patience {max(60.0, 2 * self._patience_s):.0f}"
+            raise CheckEndedError(Finding("rendezvous", "failed", what, fix, own.host))
         return [self._facts(number) for number in roster["came"]], Finding(**roster["attendance"])
 
     def _facts(self, number: int) -> HostFacts:
         return HostFacts.from_dict(self._messenger.read(f"facts/{number}"))
 
     def _call_the_roll(self, until: float) -> list[int]:
-        expected, say_at = range(self._gathering.hosts), time.monotonic() + _SAY_S
+        expected, say_at = range(self._rendezvous.hosts), time.monotonic() + _SAY_S
         while True:
             came = [number for number in expected if self._messenger.has(f"facts/{number}")]
             if len(came) == len(expected) or time.monotonic() > until:
@@ -137,29 +137,29 @@ class _Check:
 
     def _missing(self, hosts: Sequence[HostFacts]) -> str:
         """Who did not come; empty where that cannot be told."""
-        names = self._gathering.names
-        gone = sorted(set(range(self._gathering.hosts)) - {each.number for each in hosts})
-        if self._gathering.number is not None:
+        names = self._rendezvous.names
+        gone = sorted(set(range(self._rendezvous.hosts)) - {each.number for each in hosts})
+        if self._rendezvous.number is not None:
             return ", ".join(names[number] if names else f"host {number}" for number in gone)
         known = {word for each in hosts for word in (each.host, each.host.partition(".")[0], *each.addresses)}
         unseen = [name for name in names if known.isdisjoint(_meanings(name))]
         return ", ".join(unseen) if len(unseen) == len(gone) else ""
 
     def _attendance(self, hosts: Sequence[HostFacts]) -> Finding:
-        expected, where = self._gathering.hosts, self._gathering.where
+        expected, where = self._rendezvous.hosts, self._rendezvous.where
         here = ", ".join(label(each, hosts) for each in hosts)
         if len(hosts) == expected:
-            return Finding("meeting", "ok", f"{expected} hosts met at {where}: {here}")
-        missing, address = self._missing(hosts), self._gathering.address
+            return Finding("rendezvous", "ok", f"{expected} hosts met at {where}: {here}")
+        missing, address = self._missing(hosts), self._rendezvous.address
         came = f"{len(hosts)} of {expected} hosts came to {where} within {self._patience_s:.0f} s"
         means = resolve(address)
         if len(hosts) == 1 and address != here and means and all(map(is_loopback, means)):
             what = f"{came}: {address} is {here} itself there, and every other host itself elsewhere"
             own = next(iter(hosts[0].addresses), "ADDRESS")
-            return Finding("name", "failed", what, self._gathering.moved(own, self._gathering.port), here)
-        fix = f"start the same check there too; if it runs there: nc -vz {address} {self._gathering.port}"
+            return Finding("name", "failed", what, self._rendezvous.moved(own, self._rendezvous.port), here)
+        fix = f"start the same check there too; if it runs there: nc -vz {address} {self._rendezvous.port}"
         what = f"{came}: {here}; missing: {missing or f'{expected - len(hosts)} more'}"
-        return Finding("meeting", "failed", what, fix, missing)
+        return Finding("rendezvous", "failed", what, fix, missing)
 
     def _look_around(
         self, own: HostFacts, hosts: Sequence[HostFacts], data: Sequence[Path], clock: Callable[[], float]
@@ -172,12 +172,12 @@ class _Check:
         self._messenger.post(f"sights/{own.number}", [sight.as_dict() for sight in sights])
         self._post_data(own, hosts, data)
         until += LOOK_S + _GRACE_S
-        if not self._gathering.leads:
+        if not self._rendezvous.leads:
             verdict = self._from_leader("verdict", until=until + _hashing_s(hosts) + _SLACK_S)
             return [Finding(**finding) for finding in verdict["findings"]], verdict["fit"]
-        told, silent = self._collect("sights", hosts, until=until)
-        sights = [Sight(**sight) for each in told.values() for sight in each]
-        about_data = self._judge_data([each for each in hosts if each.number in told], until + _hashing_s(hosts))
+        posted, silent = self._collect("sights", hosts, until=until)
+        sights = [Sight(**sight) for each in posted.values() for sight in each]
+        about_data = self._judge_data([each for each in hosts if each.number in posted], until + _hashing_s(hosts))
         findings = [*silent, *judge(hosts, sights), *about_data]
         fit = not self._silent and not any(sight.why or sight.stalled for sight in sights)
         self._messenger.post("verdict", {"findings": [finding.as_dict() for finding in findings], "fit": fit})
@@ -186,55 +186,57 @@ class _Check:
     def _post_data(self, own: HostFacts, hosts: Sequence[HostFacts], data: Sequence[Path]) -> None:
         """Tell what data is here. This host is not missed meanwhile, however long it reads: it has come already."""
         if _hashing_s(hosts):
-            found = {name: digest for path in data for name, digest in data_hashes(path).items()}
-            self._messenger.post(f"data/{own.number}", found)
+            hashes = {name: digest for path in data for name, digest in data_hashes(path).items()}
+            self._messenger.post(f"data/{own.number}", hashes)
 
     def _judge_data(self, hosts: Sequence[HostFacts], until: float) -> list[Finding]:
         if not _hashing_s(hosts):
             return []
-        told, silent = self._collect("data", hosts, until=until, doing="hashing data")
-        return [*silent, *compare_data(hosts, told)]
+        hashes, silent = self._collect("data", hosts, until=until, doing="hashing data")
+        return [*silent, *compare_data(hosts, hashes)]
 
-    def _reduce_together(self, own: HostFacts, hosts: Sequence[HostFacts]) -> tuple[list[Finding], list[Links]]:
-        findings, links = [], []
+    def _reduce_together(self, own: HostFacts, hosts: Sequence[HostFacts]) -> tuple[list[Finding], list[Timings]]:
+        findings, timings = [], []
         backends: list[CollectiveBackend] = ["gloo", "nccl"] if all(each.nccl for each in hosts) else ["gloo"]
         for backend in backends:
-            self._messenger.post(f"links/{backend}/{own.number}", self._measure(own, hosts, backend))
-            until = time.monotonic() + _LINKS_S + _SLACK_S
-            if self._gathering.leads:
-                found, measured = self._judge_links(backend, hosts, until)
-                told = {
-                    "findings": [finding.as_dict() for finding in found],
-                    "links": measured.as_dict() if measured else None,
+            self._messenger.post(f"collectives/{backend}/{own.number}", self._measure(own, hosts, backend))
+            until = time.monotonic() + _COLLECTIVES_S + _SLACK_S
+            if self._rendezvous.leads:
+                judged, measured = self._judge_timings(backend, hosts, until)
+                verdict = {
+                    "findings": [finding.as_dict() for finding in judged],
+                    "timings": measured.as_dict() if measured else None,
                 }
-                self._messenger.post(f"links/{backend}", told)
-            told = self._from_leader(f"links/{backend}", until=until + _SLACK_S)
-            findings += [Finding(**finding) for finding in told["findings"]]
-            links += [Links.from_dict(told["links"])] if told["links"] else []
-        return findings, links
+                self._messenger.post(f"collectives/{backend}", verdict)
+            verdict = self._from_leader(f"collectives/{backend}", until=until + _SLACK_S)
+            findings += [Finding(**finding) for finding in verdict["findings"]]
+            timings += [Timings.from_dict(verdict["timings"])] if verdict["timings"] else []
+        return findings, timings
 
     def _measure(self, own: HostFacts, hosts: Sequence[HostFacts], backend: CollectiveBackend) -> dict[str, Any]:
         numbers = [each.number for each in hosts]
         try:
-            return within(_LINKS_S, lambda: measure(self._messenger.store, numbers, own.number, backend)).as_dict()
+            return within(
+                _COLLECTIVES_S, lambda: measure(self._messenger.store, numbers, own.number, backend)
+            ).as_dict()
         except (RuntimeError, TimeoutError) as error:
             return {"error": str(error).splitlines()[0][:300]}
 
-    def _judge_links(
+    def _judge_timings(
         self, backend: CollectiveBackend, hosts: Sequence[HostFacts], until: float
-    ) -> tuple[list[Finding], Links | None]:
-        told, findings = self._collect(f"links/{backend}", hosts, until=until)
+    ) -> tuple[list[Finding], Timings | None]:
+        posted, findings = self._collect(f"collectives/{backend}", hosts, until=until)
         names = {each.number: label(each, hosts) for each in hosts}
         interfaces = {each.number: each.interfaces[0].name for each in hosts if each.interfaces}
-        errors = {number: each["error"] for number, each in told.items() if "error" in each}
+        errors = {number: each["error"] for number, each in posted.items() if "error" in each}
         if not findings:  # whoever lost a host that is silent now only tells of that
             findings += [
                 _failed(backend, names[number], error, interfaces.get(number)) for number, error in errors.items()
             ]
         if findings:
             return findings, None
-        links = merged([Links.from_dict(each) for each in told.values()])
-        return judge_links(links, names, interfaces), links
+        timings = merged([Timings.from_dict(each) for each in posted.values()])
+        return judge_timings(timings, names, interfaces), timings
 
     def _collect(
         self, key: str, hosts: Sequence[HostFacts], *, until: float, doing: str = ""
@@ -243,41 +245,41 @@ class _Check:
 
         doing: what keeps those who left nothing yet
         """
-        told: dict[int, Any] = {}
+        posted: dict[int, Any] = {}
         say_at = time.monotonic() + _SAY_S
         until = max(until, time.monotonic() + _GRACE_S)  # this host may have been late itself
-        while len(told) < len(hosts) and time.monotonic() < until:
+        while len(posted) < len(hosts) and time.monotonic() < until:
             for each in hosts:
-                if each.number not in told and self._messenger.has(f"{key}/{each.number}"):
-                    told[each.number] = self._messenger.read(f"{key}/{each.number}")
-                    if "error" in told[each.number]:  # the others have one as well by now, or are gone
+                if each.number not in posted and self._messenger.has(f"{key}/{each.number}"):
+                    posted[each.number] = self._messenger.read(f"{key}/{each.number}")
+                    if "error" in posted[each.number]:  # the others have one as well by now, or are gone
                         until = min(until, time.monotonic() + _GRACE_S)
             if doing and time.monotonic() > say_at:
-                busy = ", ".join(label(each, hosts) for each in hosts if each.number not in told)
+                busy = ", ".join(label(each, hosts) for each in hosts if each.number not in posted)
                 self._say(f"waiting for {busy}: {doing}")
                 say_at += 2 * _SAY_S
             time.sleep(_WAIT_S)
         silent = []
         for each in hosts:
-            if each.number not in told:
+            if each.number not in posted:
                 name = label(each, hosts)
                 what = f"{name} came, and then stopped answering{f' while {doing}' if doing else ''}"
                 fix = f"ping -c 3 {next(iter(each.addresses), each.host)}"
-                silent.append(Finding("meeting", "failed", what, fix, name))
+                silent.append(Finding("rendezvous", "failed", what, fix, name))
                 self._silent.add(each.number)
-        return told, silent
+        return posted, silent
 
     def _from_leader(self, key: str, *, until: float) -> Any:
-        found = self._messenger.wait(key, until=until)
-        if found is None:
-            where = self._gathering.address
-            what = f"the first host, which judges, stopped answering ({self._gathering.where} still does)"
-            raise CheckEndedError(Finding("meeting", "failed", what, f"ping -c 3 {where}", where))
-        return found
+        message = self._messenger.wait(key, until=until)
+        if message is None:
+            where = self._rendezvous.address
+            what = f"the first host, which judges, stopped answering ({self._rendezvous.where} still does)"
+            raise CheckEndedError(Finding("rendezvous", "failed", what, f"ping -c 3 {where}", where))
+        return message
 
     def _part(self, own: HostFacts, others: Sequence[int]) -> None:
         """Whoever keeps the store goes last: a slow host still reads there what was found."""
-        if not self._gathering.keeps:
+        if not self._rendezvous.keeps:
             self._messenger.post(f"left/{own.number}", True)
             return
         until = time.monotonic() + _GOODBYE_S

@@ -51,7 +51,7 @@ class PairRow:
 
 
 @dataclass(frozen=True)
-class Links:
+class Timings:
     """What was measured with one backend."""
 
     backend: CollectiveBackend
@@ -62,9 +62,9 @@ class Links:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> Links:
-        pairs = (PairRow(tuple(row["hosts"]), row["latency_s"], row["bytes_per_s"]) for row in told["pairs"])
-        return cls(told["backend"], tuple(SizeRow(**row) for row in told["sizes"]), tuple(pairs))
+    def from_dict(cls, fields: Mapping[str, Any]) -> Timings:
+        pairs = (PairRow(tuple(row["hosts"]), row["latency_s"], row["bytes_per_s"]) for row in fields["pairs"])
+        return cls(fields["backend"], tuple(SizeRow(**row) for row in fields["sizes"]), tuple(pairs))
 
     def size_rows(self) -> list[tuple[str, ...]]:
         """For SIZE_COLUMNS."""
@@ -79,7 +79,7 @@ class Links:
         ]
 
 
-def measure(store: Store, numbers: Sequence[int], own: int, backend: CollectiveBackend) -> Links:
+def measure(store: Store, numbers: Sequence[int], own: int, backend: CollectiveBackend) -> Timings:
     """Reduce with all of these hosts and with each of them alone; RuntimeError of torch's where a collective fails.
 
     numbers: of all hosts that take part; own: of this one
@@ -88,7 +88,7 @@ def measure(store: Store, numbers: Sequence[int], own: int, backend: CollectiveB
         os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout is an error here, not the process's end
         torch.cuda.set_device(0)
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
-    store = PrefixStore(f"links/{backend}", store)
+    store = PrefixStore(f"collectives/{backend}", store)
     whole = _Group(PrefixStore("all", store), numbers.index(own), len(numbers), backend, device)
     sizes: list[SizeRow] = []
     for size_bytes in SIZES_BYTES:
@@ -104,7 +104,7 @@ def measure(store: Store, numbers: Sequence[int], own: int, backend: CollectiveB
                 group = _Group(PrefixStore(name, store), pair.index(own), 2, backend, device)
                 latency_s, large_s = (group.fastest_s(size_bytes) for size_bytes in _PAIR_BYTES)
                 pairs.append(PairRow(pair, latency_s, _PAIR_BYTES[-1] / large_s))
-    return Links(backend, tuple(sizes), tuple(pairs))
+    return Timings(backend, tuple(sizes), tuple(pairs))
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
@@ -118,37 +118,40 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return table
 
 
-def merged(every: Sequence[Links]) -> Links:
+def merged(every: Sequence[Timings]) -> Timings:
     """What all hosts measured with one backend."""
-    sizes = max((links.sizes for links in every), key=len)
-    pairs = {row.hosts: row for links in every for row in links.pairs}
-    return Links(every[0].backend, sizes, tuple(pairs[key] for key in sorted(pairs)))
+    sizes = max((timings.sizes for timings in every), key=len)
+    pairs = {row.hosts: row for timings in every for row in timings.pairs}
+    return Timings(every[0].backend, sizes, tuple(pairs[key] for key in sorted(pairs)))
 
 
-def judge_links(links: Links, names: Mapping[int, str], interfaces: Mapping[int, str]) -> list[Finding]:
+def judge_timings(timings: Timings, names: Mapping[int, str], interfaces: Mapping[int, str]) -> list[Finding]:
     """The figures in a line, and the host that is slow with everyone."""
-    sizes = ", ".join(f"{_bytes(row.bytes)} {row.seconds * 1e3:.1f} ms" for row in links.sizes)
-    largest = links.sizes[-1]
+    sizes = ", ".join(f"{_bytes(row.bytes)} {row.seconds * 1e3:.1f} ms" for row in timings.sizes)
+    largest = timings.sizes[-1]
     speed = _rate(largest.bytes / largest.seconds)
-    found = [Finding(links.backend, "ok", f"all-reduce over {len(names)} hosts: {sizes} ({speed} per host)")]
-    if links.pairs:
-        slowest = max(links.pairs, key=lambda row: row.latency_s)
+    findings = [Finding(timings.backend, "ok", f"all-reduce over {len(names)} hosts: {sizes} ({speed} per host)")]
+    if timings.pairs:
+        slowest = max(timings.pairs, key=lambda row: row.latency_s)
         pair = " and ".join(names[number] for number in slowest.hosts)
         figures = f"{slowest.latency_s * 1e3:.1f} ms, {_rate(slowest.bytes_per_s)}"
-        found.append(Finding(links.backend, "ok", f"the slowest pair is {pair}: {figures}"))
-    latencies = {row.hosts: row.latency_s for row in links.pairs}
-    takes = {row.hosts: _PAIR_BYTES[-1] / row.bytes_per_s for row in links.pairs}
-    for values, what in ((latencies, "a small all-reduce"), (takes, f"an all-reduce of {_bytes(_PAIR_BYTES[-1])}")):
+        findings.append(Finding(timings.backend, "ok", f"the slowest pair is {pair}: {figures}"))
+    latencies = {row.hosts: row.latency_s for row in timings.pairs}
+    takes = {row.hosts: _PAIR_BYTES[-1] / row.bytes_per_s for row in timings.pairs}
+    for values, operation in (
+        (latencies, "a small all-reduce"),
+        (takes, f"an all-reduce of {_bytes(_PAIR_BYTES[-1])}"),
+    ):
         if slow := slow_host(values, at_least=_SLOWER_S):
             number, own_s, usual_s = slow
-            told = (
-                f"{names[number]} is slow with every other host: {what} takes at least {own_s * 1e3:.1f} ms with it, "
-                f"{usual_s * 1e3:.1f} ms between the others"
+            what = (
+                f"{names[number]} is slow with every other host: {operation} takes at least {own_s * 1e3:.1f} ms "
+                f"with it, {usual_s * 1e3:.1f} ms between the others"
             )
             fix = f"tc -s qdisc show dev {interfaces.get(number, 'eth0')}"
-            found.append(Finding(links.backend, "warning", told, fix, names[number]))
+            findings.append(Finding(timings.backend, "warning", what, fix, names[number]))
             break
-    return found
+    return findings
 
 
 class _Group:

@@ -78,7 +78,7 @@ class _View:
 
 def _addresses(view: _View) -> list[Finding]:
     """Hosts that announce an address where the others do not find them, though they are found elsewhere."""
-    found = []
+    findings = []
     for number, facts in view.hosts.items():
         for use in ("gloo", "nccl"):
             sights = [sight for sight in view.sights if sight.target == number and sight.use == use]
@@ -99,17 +99,17 @@ def _addresses(view: _View) -> list[Finding]:
             answers = f"; {better} ({name}) answers" if answering else ""
             both = f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
             fix = both if use == "gloo" else f"export NCCL_SOCKET_IFNAME={name}"
-            found.append(
+            findings.append(
                 Finding("interface", "failed", f"{view.name[number]} {at}{cannot}{answers}", fix, view.name[number])
             )
-    return found
+    return findings
 
 
 def _reach(view: _View) -> list[Finding]:
     """Pairs of hosts of which one reaches no address of the other at all."""
     lost = {(sight.source, sight.target): sight for sight in view.sights if not sight.reached}
     tried = {(sight.source, sight.target) for sight in view.sights}
-    found = []
+    findings = []
     for source in view.hosts:
         targets = [target for each, target in tried if each == source]
         mine = [(source, target) for target in targets]
@@ -120,16 +120,16 @@ def _reach(view: _View) -> list[Finding]:
             reason = _REASONS[lost[mine[0]].why]
             what = f"{view.name[source]} reaches no other host, and they reach each other: {reason}"
             fix = f"ufw allow out on {view.interface_name(source)}"
-            found.append(Finding("reach", "failed", what, fix, view.name[source]))
+            findings.append(Finding("reach", "failed", what, fix, view.name[source]))
             lost = {pair: sight for pair, sight in lost.items() if pair[0] != source}
     for target, facts in view.hosts.items():
         sights = [sight for pair, sight in lost.items() if pair[1] == target]
         loopback = facts.gloo is None or is_loopback(facts.gloo)
         if sights and not loopback:
-            found.append(_closed(view, facts, sights))
-    if not found and view.sights and all(sight.reached for sight in view.sights):
-        found.append(Finding("reach", "ok", f"all {len(view.hosts)} hosts reach each other in both directions"))
-    return found
+            findings.append(_closed(view, facts, sights))
+    if not findings and view.sights and all(sight.reached for sight in view.sights):
+        findings.append(Finding("reach", "ok", f"all {len(view.hosts)} hosts reach each other in both directions"))
+    return findings
 
 
 def _closed(view: _View, facts: HostFacts, sights: Sequence[Sight]) -> Finding:
@@ -164,7 +164,7 @@ def _names(view: _View) -> list[Finding]:
         alike = target.host == view.hosts[sight.source].host
         if sight.use == "gloo" and not alike and sight.name_means not in target.addresses:
             wrong.setdefault(sight.source, []).append(sight)
-    found = []
+    findings = []
     for source, sights in wrong.items():
         lines, means = "", []
         for sight in sights:
@@ -173,8 +173,8 @@ def _names(view: _View) -> list[Finding]:
             lines += f"{address} {target.host}\\n"
             means.append(f"{target.host} " + (f"means {sight.name_means}" if sight.name_means else "does not resolve"))
         what = f"on {view.name[source]} names of other hosts are not theirs: {', '.join(means)}"
-        found.append(Finding("name", "warning", what, f"printf '{lines}' >> /etc/hosts", view.name[source]))
-    return found
+        findings.append(Finding("name", "warning", what, f"printf '{lines}' >> /etc/hosts", view.name[source]))
+    return findings
 
 
 def _packets(view: _View) -> list[Finding]:
@@ -184,7 +184,7 @@ def _packets(view: _View) -> list[Finding]:
         whole = bool(view.sights) and all(sight.reached for sight in view.sights)
         return [Finding("packets", "ok", "large packets pass between all hosts")] if whole else []
     culprit = view.at_fault(holes)
-    found = []
+    findings = []
     for number in [culprit] if culprit is not None else sorted({source for source, _ in holes}):
         mine = [sight for pair, sight in holes.items() if culprit is not None or pair[0] == number]
         interface, name = view.interface(number), view.name[number]
@@ -200,8 +200,8 @@ def _packets(view: _View) -> list[Finding]:
             has = f"{view.interface_name(number)} has mtu {mtu}"
             what = f"MTU black hole: {over} {way} vanish while small ones pass ({has})"
             fix = f"ip link set dev {view.interface_name(number)} mtu {limit or 1400}"
-        found.append(Finding("packets", "failed", what, fix, name))
-    return found
+        findings.append(Finding("packets", "failed", what, fix, name))
+    return findings
 
 
 def _loss(view: _View) -> list[Finding]:
@@ -214,7 +214,7 @@ def _loss(view: _View) -> list[Finding]:
         and sight.retransmitted >= _LOST_SHARE * sight.segments
     }
     culprit = view.at_fault(lossy)
-    found = []
+    findings = []
     for number in [culprit] if culprit is not None else sorted({source for source, _ in lossy}):
         mine = [sight for pair, sight in lossy.items() if culprit is not None or pair[0] == number]
         again, segments = sum(each.retransmitted for each in mine), sum(each.segments for each in mine)
@@ -225,10 +225,10 @@ def _loss(view: _View) -> list[Finding]:
             f"again ({again:,} of {segments:,})"
         )
         fix = f"ip -s link show dev {view.interface_name(number)}"
-        found.append(Finding("loss", "warning", what, fix, view.name[number]))
-    if not found and any(sight.segments for sight in view.sights):
-        found.append(Finding("loss", "ok", "no packets are lost"))
-    return found
+        findings.append(Finding("loss", "warning", what, fix, view.name[number]))
+    if not findings and any(sight.segments for sight in view.sights):
+        findings.append(Finding("loss", "ok", "no packets are lost"))
+    return findings
 
 
 def slow_host(values: dict[tuple[int, int], float], *, at_least: float) -> tuple[int, float, float] | None:
@@ -277,7 +277,7 @@ def _interfaces(view: _View) -> list[Finding]:
     used = {number: interface for number in view.hosts if (interface := view.interface(number)) is not None}
     if not used:
         return []
-    found = []
+    findings = []
     # Of two hosts with different ones neither is usual: the smaller works for both, so it comes first.
     by_mtu = sorted(used, key=lambda number: used[number].mtu)
     mtu, _ = odd_ones({number: used[number].mtu for number in by_mtu})
@@ -286,20 +286,20 @@ def _interfaces(view: _View) -> list[Finding]:
         name = view.name[number]
         if interface.mtu != mtu:
             what = f"{name} has mtu {interface.mtu} on {interface.name}, the others {mtu}"
-            found.append(Finding("mtu", "warning", what, f"ip link set dev {interface.name} mtu {mtu}", name))
+            findings.append(Finding("mtu", "warning", what, f"ip link set dev {interface.name} mtu {mtu}", name))
         if 0 < interface.speed_mbit < speed:
             what = f"{interface.name} of {name} runs at {interface.speed_mbit:,} Mbit/s, others at {speed:,}"
-            found.append(Finding("interface", "warning", what, f"ethtool {interface.name}", name))
+            findings.append(Finding("interface", "warning", what, f"ethtool {interface.name}", name))
         if interface.is_virtual:
             real = next((each.name for each in view.hosts[number].interfaces if not each.is_virtual), "eth0")
             what = f"traffic of {name} takes {interface.name}, a virtual interface"
             fix = f"export GLOO_SOCKET_IFNAME={real} NCCL_SOCKET_IFNAME={real}"
-            found.append(Finding("interface", "warning", what, fix, name))
+            findings.append(Finding("interface", "warning", what, fix, name))
     alike: dict[str, list[int]] = {}
     for number, interface in used.items():
         alike.setdefault(f"{interface.name} (mtu {interface.mtu})", []).append(number)
     shown = [f"{kind} on {view.names(numbers)}" for kind, numbers in alike.items()]
-    return [*found, Finding("interface", "ok", f"traffic takes {', '.join(shown)}")]
+    return [*findings, Finding("interface", "ok", f"traffic takes {', '.join(shown)}")]
 
 
 def _clocks(view: _View) -> list[Finding]:
@@ -314,18 +314,18 @@ def _clocks(view: _View) -> list[Finding]:
             ahead[sight.target] = sight.skew_s
     # The first host's clock counts where there are two, the middle one where there are more.
     right = 0.0 if len(ahead) < 3 else statistics.median(ahead.values())
-    found = []
+    findings = []
     for number, offset_s in ahead.items():
         off_s = offset_s - right
         if abs(off_s) > _SKEW_S:
             direction = "ahead of" if off_s > 0 else "behind"
             whom = view.name[first] if len(ahead) < 3 else "the others"
             what = f"the clock of {view.name[number]} is {abs(off_s):.1f} s {direction} {whom}"
-            found.append(Finding("clock", "warning", what, "timedatectl set-ntp true", view.name[number]))
-    if not found and len(ahead) > 1:
+            findings.append(Finding("clock", "warning", what, "timedatectl set-ntp true", view.name[number]))
+    if not findings and len(ahead) > 1:
         spread_s = max(ahead.values()) - min(ahead.values())
-        found.append(Finding("clock", "ok", f"clocks differ by {spread_s * 1e3:.0f} ms at most"))
-    return found
+        findings.append(Finding("clock", "ok", f"clocks differ by {spread_s * 1e3:.0f} ms at most"))
+    return findings
 
 
 def _on(facts: HostFacts, address: str | None) -> str:

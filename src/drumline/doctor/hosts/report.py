@@ -58,11 +58,11 @@ class HostFacts:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, told: Mapping[str, Any]) -> HostFacts:
+    def from_dict(cls, fields: Mapping[str, Any]) -> HostFacts:
         interfaces = tuple(
-            Interface(**{**interface, "addresses": tuple(interface["addresses"])}) for interface in told["interfaces"]
+            Interface(**{**interface, "addresses": tuple(interface["addresses"])}) for interface in fields["interfaces"]
         )
-        return cls(**{**told, "interfaces": interfaces})
+        return cls(**{**fields, "interfaces": interfaces})
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def own_facts(number: int, environ: Mapping[str, str], *, data: Sequence[Path]) 
     interfaces = tuple(
         interface for interface in every if interface.is_up and not interface.is_loopback and _outward(interface)
     )
-    found = versions()
+    own_versions = versions()
     return HostFacts(
         number=number,
         host=socket.gethostname(),
@@ -121,8 +121,8 @@ def own_facts(number: int, environ: Mapping[str, str], *, data: Sequence[Path]) 
             for interface in interfaces[:_MOST_INTERFACES]
         ),
         gloo=gloo_address(environ, every),
-        nccl=nccl_address(environ, interfaces) if found["nccl"] != "none" else None,
-        versions=found,
+        nccl=nccl_address(environ, interfaces) if own_versions["nccl"] != "none" else None,
+        versions=own_versions,
         data_paths={path.name: str(path.absolute()) for path in data},
         hashed_bytes=sum(_hashed_bytes(path) for path in data),
     )

@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from drumline.data.tokens import FileRecord, Manifest, SplitRecord, split_files
 from drumline.doctor.finding import Finding
 from drumline.doctor.hosts.check import check_hosts
-from drumline.doctor.hosts.meet import Gathering, Messenger, find_gathering, gathering_at
+from drumline.doctor.hosts.rendezvous import Messenger, Rendezvous, find_rendezvous, rendezvous_at
 from drumline.doctor.hosts.report import data_hashes, nccl_address, own_facts
 from drumline.elastic.leader import is_here
 from drumline.errors import ConfigError
@@ -35,55 +35,55 @@ SRUN = dict(
 
 
 def test_a_place_among_hosts_is_read_from_torchruns_variables() -> None:
-    found = find_gathering(TORCHRUN)
-    assert found == Gathering(address="host-a", port=29500, hosts=2, keeps=False, leads=False, number=1)
-    first = find_gathering({**TORCHRUN, "RANK": "0", "GROUP_RANK": "0"})
+    found = find_rendezvous(TORCHRUN)
+    assert found == Rendezvous(address="host-a", port=29500, hosts=2, keeps=False, leads=False, number=1)
+    first = find_rendezvous({**TORCHRUN, "RANK": "0", "GROUP_RANK": "0"})
     assert first is not None and first.keeps and first.leads
-    agent = find_gathering({**TORCHRUN, "RANK": "0", "GROUP_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"})
+    agent = find_rendezvous({**TORCHRUN, "RANK": "0", "GROUP_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert agent is not None and agent.leads and not agent.keeps
-    spare = find_gathering({**TORCHRUN, "RANK": "3", "LOCAL_RANK": "1"})
+    spare = find_rendezvous({**TORCHRUN, "RANK": "3", "LOCAL_RANK": "1"})
     assert spare is not None and spare.spare
 
 
 def test_a_place_among_hosts_is_read_from_sruns_variables() -> None:
-    found = find_gathering(SRUN)
+    found = find_rendezvous(SRUN)
     assert found is not None and (found.hosts, found.number, found.names) == (2, 1, ("n1", "n2"))
     assert found.address == "n1" and not found.leads and not found.spare
-    spare = find_gathering({**SRUN, "SLURM_PROCID": "3", "SLURM_LOCALID": "1"})
+    spare = find_rendezvous({**SRUN, "SLURM_PROCID": "3", "SLURM_LOCALID": "1"})
     assert spare is not None and spare.spare
 
 
 def test_a_place_among_hosts_set_by_hand_needs_no_more_than_rank_and_size() -> None:
-    found = find_gathering({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host-a"})
-    assert found == Gathering(address="host-a", port=29500, hosts=2, keeps=False, leads=False, number=1)
+    found = find_rendezvous({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host-a"})
+    assert found == Rendezvous(address="host-a", port=29500, hosts=2, keeps=False, leads=False, number=1)
 
 
 def test_ranks_of_one_host_have_no_other_hosts_to_check() -> None:
-    assert find_gathering({}) is None
-    assert find_gathering({**TORCHRUN, "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}) is None
+    assert find_rendezvous({}) is None
+    assert find_rendezvous({**TORCHRUN, "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0"}) is None
 
 
 def test_a_variable_that_is_no_number_is_named() -> None:
     with pytest.raises(ConfigError, match="GROUP_RANK is 'x'"):
-        find_gathering({**TORCHRUN, "GROUP_RANK": "x"})
+        find_rendezvous({**TORCHRUN, "GROUP_RANK": "x"})
 
 
 def test_the_host_that_has_the_endpoints_address_keeps_the_store() -> None:
-    here = gathering_at("127.0.0.1:29777", hosts=2)
+    here = rendezvous_at("127.0.0.1:29777", hosts=2)
     assert here.keeps and here.leads and here.where == "127.0.0.1:29777"
-    assert not gathering_at("192.0.2.1", hosts=2).keeps
+    assert not rendezvous_at("192.0.2.1", hosts=2).keeps
     assert is_here(socket.gethostname())
     for endpoint in ("host-a:x", "host-a:99999", ":29400"):
         with pytest.raises(ConfigError, match="not HOST:PORT") as refused:
-            gathering_at(endpoint, hosts=2)
+            rendezvous_at(endpoint, hosts=2)
         name = endpoint.partition(":")[0] or "HOST"
         assert refused.value.fix == f"as in --rdzv_endpoint {name}:29400"
 
 
 def test_what_to_type_to_check_again_is_a_whole_command_however_the_hosts_were_started() -> None:
-    by_hand = gathering_at("192.0.2.1:29400", hosts=2, names=("a", "b"))
+    by_hand = rendezvous_at("192.0.2.1:29400", hosts=2, names=("a", "b"))
     assert by_hand.again == "on every host: drumline doctor --nnodes 2 --rdzv_endpoint 192.0.2.1:29400 --names a,b"
-    torchrun, srun = find_gathering(TORCHRUN), find_gathering(SRUN)
+    torchrun, srun = find_rendezvous(TORCHRUN), find_rendezvous(SRUN)
     assert torchrun is not None and srun is not None
     meeting = "--master_addr=host-a --master_port=29500"
     assert torchrun.again == f"on every host: torchrun --nnodes=2 --node_rank=NUMBER {meeting} -m drumline doctor"
@@ -91,7 +91,7 @@ def test_what_to_type_to_check_again_is_a_whole_command_however_the_hosts_were_s
 
 
 def test_ranks_that_are_not_the_first_of_their_host_do_nothing() -> None:
-    spare = find_gathering({**TORCHRUN, "RANK": "3", "LOCAL_RANK": "1"})
+    spare = find_rendezvous({**TORCHRUN, "RANK": "3", "LOCAL_RANK": "1"})
     assert spare is not None
     assert check_hosts(spare, say=print).findings == ()
 
@@ -99,7 +99,7 @@ def test_ranks_that_are_not_the_first_of_their_host_do_nothing() -> None:
 def test_a_port_that_is_in_use_is_named_with_the_program() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        report = check_hosts(gathering_at(f"127.0.0.1:{port}", hosts=2), say=print)
+        report = check_hosts(rendezvous_at(f"127.0.0.1:{port}", hosts=2), say=print)
     (found,) = report.findings
     assert (found.check, found.state, report.tells) == (f"port {port}", "failed", True)
     assert f"port {port} of {socket.gethostname()}" in found.what and "is in use" in found.what
@@ -109,8 +109,8 @@ def test_a_port_that_is_in_use_is_named_with_the_program() -> None:
 def test_a_meeting_place_that_is_every_host_itself_is_told_with_an_address_for_all() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    gathering = Gathering(address="127.0.0.1", port=port, hosts=2, keeps=True, leads=True, number=0)
-    (found,) = check_hosts(gathering, say=print, patience_s=0.2).findings
+    rendezvous = Rendezvous(address="127.0.0.1", port=port, hosts=2, keeps=True, leads=True, number=0)
+    (found,) = check_hosts(rendezvous, say=print, patience_s=0.2).findings
     assert (found.check, found.state, found.host) == ("name", "failed", socket.gethostname())
     assert "every other host itself elsewhere" in found.what and found.fix.endswith(f"MASTER_PORT={port}")
 
@@ -120,10 +120,10 @@ def test_a_host_that_never_comes_is_named_by_its_number_or_by_slurms_name() -> N
     for names, shown in (((), "host 1"), (("n1", "n2"), "n2")):
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        gathering = Gathering(address=own, port=port, hosts=2, keeps=True, leads=True, number=0, names=names)
-        report = check_hosts(gathering, say=print, patience_s=0.2)
+        rendezvous = Rendezvous(address=own, port=port, hosts=2, keeps=True, leads=True, number=0, names=names)
+        report = check_hosts(rendezvous, say=print, patience_s=0.2)
         (found,) = report.findings
-        assert (found.check, found.host) == ("meeting", shown)
+        assert (found.check, found.host) == ("rendezvous", shown)
         assert f"1 of 2 hosts came to {own}:{port}" in found.what and f"missing: {shown}" in found.what
 
 
@@ -131,12 +131,12 @@ def test_hosts_that_are_too_many_or_too_late_are_told_the_whole_command(monkeypa
     store = HashStore()
     monkeypatch.setattr("drumline.doctor.hosts.check.meet", lambda *_, **__: store)
     again = "on every host: drumline doctor --nnodes {} --rdzv_endpoint 192.0.2.1:29400"
-    Messenger(store, "").post("roster", {"came": [0], "attendance": Finding("meeting", "failed", "").as_dict()})
+    Messenger(store, "").post("roster", {"came": [0], "attendance": Finding("rendezvous", "failed", "").as_dict()})
     for what, fix in (
         ("came after the others had stopped waiting", f"{again.format(2)} --patience 60"),
         ("came as host 3 of 2", again.format(3)),
     ):
-        (found,) = check_hosts(gathering_at("192.0.2.1", hosts=2), say=print).findings
+        (found,) = check_hosts(rendezvous_at("192.0.2.1", hosts=2), say=print).findings
         assert what in found.what and (found.host, found.fix) == (socket.gethostname(), fix)
 
 

@@ -39,7 +39,7 @@ class CheckEndedError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathering:
+class Rendezvous:
     """Where and how hosts meet to be checked, as one of them sees it."""
 
     address: str
@@ -85,7 +85,7 @@ class Gathering:
         return f"on every host: torchrun --nnodes={self.hosts} --node_rank=NUMBER {meeting} -m drumline doctor"
 
 
-def find_gathering(environ: Mapping[str, str]) -> Gathering | None:
+def find_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
     """How this process meets other hosts, by the variables of torchrun, srun or drumline; None: there are none."""
     place = find_place(environ)
     if place.size == 1:
@@ -105,7 +105,7 @@ def find_gathering(environ: Mapping[str, str]) -> Gathering | None:
     if hosts < 2:
         return None
     agent_keeps = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return Gathering(
+    return Rendezvous(
         address=place.master_addr,
         port=place.master_port,
         hosts=hosts,
@@ -128,7 +128,7 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     return int(value)
 
 
-def gathering_at(endpoint: str, *, hosts: int, names: Sequence[str] = ()) -> Gathering:
+def rendezvous_at(endpoint: str, *, hosts: int, names: Sequence[str] = ()) -> Rendezvous:
     """Meet at HOST:PORT; the host that has this name or address keeps the store."""
     where = Endpoint.parse(endpoint)
     if names and len(names) != hosts:
@@ -137,47 +137,47 @@ def gathering_at(endpoint: str, *, hosts: int, names: Sequence[str] = ()) -> Gat
             fix=f"drumline doctor --nnodes {len(names)} --rdzv_endpoint {endpoint} --names {','.join(names)}",
         )
     here = is_here(where.host)
-    return Gathering(address=where.host, port=where.port, hosts=hosts, keeps=here, leads=here, names=tuple(names))
+    return Rendezvous(address=where.host, port=where.port, hosts=hosts, keeps=here, leads=here, names=tuple(names))
 
 
-def meet(gathering: Gathering, *, patience_s: float, say: Callable[[str], None]) -> Store:
-    """The store of a gathering, kept or reached; CheckEndedError with the reason where that fails."""
-    if gathering.keeps:
-        return _prefixed(keep(gathering), gathering)
-    approach(gathering, patience_s=patience_s, say=say)
+def meet(rendezvous: Rendezvous, *, patience_s: float, say: Callable[[str], None]) -> Store:
+    """The store of a rendezvous, kept or reached; CheckEndedError with the reason where that fails."""
+    if rendezvous.keeps:
+        return _prefixed(keep(rendezvous), rendezvous)
+    approach(rendezvous, patience_s=patience_s, say=say)
     timeout = timedelta(seconds=_ANSWER_S)
     try:
         store = within(
-            _ANSWER_S + 1, lambda: TCPStore(gathering.address, gathering.port, is_master=False, timeout=timeout)
+            _ANSWER_S + 1, lambda: TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=timeout)
         )
     except (TimeoutError, RuntimeError) as error:
-        what = f"{gathering.where} is open, but no store of torch's answers there: {str(error).splitlines()[0]}"
-        fix = f"ss -ltnp 'sport = :{gathering.port}'"
-        raise CheckEndedError(Finding(f"port {gathering.port}", "failed", what, fix, gathering.address)) from None
-    return _prefixed(store, gathering)
+        what = f"{rendezvous.where} is open, but no store of torch's answers there: {str(error).splitlines()[0]}"
+        fix = f"ss -ltnp 'sport = :{rendezvous.port}'"
+        raise CheckEndedError(Finding(f"port {rendezvous.port}", "failed", what, fix, rendezvous.address)) from None
+    return _prefixed(store, rendezvous)
 
 
-def keep(gathering: Gathering) -> TCPStore:
+def keep(rendezvous: Rendezvous) -> TCPStore:
     """Keep the store here."""
     try:
         return TCPStore(
             "localhost",
-            gathering.port,
+            rendezvous.port,
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=_ANSWER_S),
         )
     except dist.DistNetworkError as error:
         name = socket.gethostname()
-        what = f"{name} cannot listen on port {gathering.port}: {str(error).splitlines()[0]}"
+        what = f"{name} cannot listen on port {rendezvous.port}: {str(error).splitlines()[0]}"
         if "EADDRINUSE" in str(error):
-            what = f"port {gathering.port} of {name}, where the hosts are to meet, is in use{user_of(gathering.port)}"
-        fix = gathering.moved(gathering.address, gathering.port + 1)
-        raise CheckEndedError(Finding(f"port {gathering.port}", "failed", what, fix, name)) from None
+            what = f"port {rendezvous.port} of {name}, where the hosts are to meet, is in use{user_of(rendezvous.port)}"
+        fix = rendezvous.moved(rendezvous.address, rendezvous.port + 1)
+        raise CheckEndedError(Finding(f"port {rendezvous.port}", "failed", what, fix, name)) from None
 
 
 def approach(
-    gathering: Gathering, *, patience_s: float, say: Callable[[str], None], say_every_s: float = _SAY_S
+    rendezvous: Rendezvous, *, patience_s: float, say: Callable[[str], None], say_every_s: float = _SAY_S
 ) -> None:
     """Wait until the meeting place can be connected to; CheckEndedError with what is wrong if that takes longer."""
     since = time.monotonic()
@@ -186,21 +186,21 @@ def approach(
     while True:
         try:
             timeout_s = min(_CONNECT_S, max(_RETRY_S, until - time.monotonic()))
-            socket.create_connection((gathering.address, gathering.port), timeout=timeout_s).close()
+            socket.create_connection((rendezvous.address, rendezvous.port), timeout=timeout_s).close()
             return
         except OSError as error:
             why = why_not(error)
             lasting = isinstance(error, socket.gaierror) and error.errno != socket.EAI_AGAIN
         if lasting or time.monotonic() > until:
-            raise CheckEndedError(_unreachable(gathering, why, waited_s=time.monotonic() - since))
+            raise CheckEndedError(_unreachable(rendezvous, why, waited_s=time.monotonic() - since))
         if time.monotonic() > say_at:
-            say(f"waiting for {gathering.where} to answer ({why}); start the {gathering.task} there too")
+            say(f"waiting for {rendezvous.where} to answer ({why}); start the {rendezvous.task} there too")
             say_at += 2 * say_every_s
         time.sleep(_RETRY_S)
 
 
-def _unreachable(gathering: Gathering, why: Why, *, waited_s: float) -> Finding:
-    own, there, port = socket.gethostname(), gathering.address, gathering.port
+def _unreachable(rendezvous: Rendezvous, why: Why, *, waited_s: float) -> Finding:
+    own, there, port = socket.gethostname(), rendezvous.address, rendezvous.port
     if why == "unresolved":
         what = f"the name {there}, where the hosts are to meet, does not resolve on {own}"
         return Finding("name", "failed", what, f"echo 'ADDRESS {there}' >> /etc/hosts", own)
@@ -209,7 +209,7 @@ def _unreachable(gathering: Gathering, why: Why, *, waited_s: float) -> Finding:
     since = f"for {waited_s:.0f} s"
     if why == "refused":
         what = f"{shown} refuses {own} at port {port} {since}: nothing listens there, or a firewall rejects it"
-        fix = f"start the {gathering.task} on {there} too; if it runs there: ufw allow {port}/tcp"
+        fix = f"start the {rendezvous.task} on {there} too; if it runs there: ufw allow {port}/tcp"
         return Finding(f"port {port}", "failed", what, fix, there)
     if why == "no route":
         down = next(
@@ -279,9 +279,9 @@ class Messenger:
         except (TimeoutError, RuntimeError):
             what = f"{self._keeper}, which keeps the store where the hosts meet, stopped answering"
             raise CheckEndedError(
-                Finding("meeting", "failed", what, f"ping -c 3 {self._keeper}", self._keeper)
+                Finding("rendezvous", "failed", what, f"ping -c 3 {self._keeper}", self._keeper)
             ) from None
 
 
-def _prefixed(store: Store, gathering: Gathering) -> Store:
-    return PrefixStore(f"drumline/doctor/{gathering.attempt}", store)
+def _prefixed(store: Store, rendezvous: Rendezvous) -> Store:
+    return PrefixStore(f"drumline/doctor/{rendezvous.attempt}", store)
