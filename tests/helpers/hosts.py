@@ -29,6 +29,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # it is a program of its own on other hosts
+
 from helpers.warm import Warm, enter_host
 
 PORT = 29500

@@ -79,7 +79,8 @@ class BenchConfig:
     def presets_of_table(self, chosen: str) -> list[str]:
         """chosen: the preset that is measured in full"""
         if self.table_presets is None:
-            return [name for name, other in PRESETS.items() if other.shape == preset(chosen).shape]
+            width = preset(chosen).shape["d_model"]
+            return [name for name, other in PRESETS.items() if other.shape["d_model"] == width]
         if self.table_presets in ("all", "none"):
             return list(PRESETS) if self.table_presets == "all" else []
         names = [name.strip() for name in self.table_presets.split(",")]
