@@ -108,7 +108,7 @@ def main() -> None:
     if arguments.bitwise:
         steps["drumline --bitwise"] = drumline_loop(build(arguments, world), batches, precision, world, bitwise=True)
     took = measure(steps, arguments, world)
-    if world.is_main:
+    if world.is_rank0:
         header()
         base = statistics.median(took[next(iter(steps))])
         print(

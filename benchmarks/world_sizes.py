@@ -45,7 +45,7 @@ def rank(blocks: int, steps: int) -> None:
     optimizer = make_optimizer(model, OptimConfig(lr=1e-3))
     strategy = make_strategy(model, PLAN, world, bitwise=False)
     share = PLAN.share(world.rank, world.size)
-    batches = [torch.randint(VOCAB, (PLAN.micro_batch, CONTEXT + 1)) for _ in share]
+    batches = [torch.randint(VOCAB, (PLAN.micro_batch_size, CONTEXT + 1)) for _ in share]
     micro_batches = [(batch[:, :-1].contiguous(), batch[:, 1:].contiguous(), None) for batch in batches]
     wrapped = strategy.model if isinstance(strategy.model, DistributedDataParallel) else None
     precision = Precision.of(world.device, torch.float32)
@@ -62,7 +62,7 @@ def rank(blocks: int, steps: int) -> None:
                     trained.update(trained.gradient(micro_batches), lr=1e-3)()
                 if block:
                     taken.append((time.perf_counter() - start) / steps)
-    if world.is_main:
+    if world.is_rank0:
         medians = {name: statistics.median(values) for name, values in times.items()}
         print(json.dumps({**medians, "memory": peak_memory_bytes(world.device)}), flush=True)
     leave()
@@ -77,9 +77,8 @@ def main() -> None:
         rank(arguments.blocks, arguments.steps)
         return
     header()
-    print(
-        f"modern-tiny, {PLAN.micro_batches} micro-batches of {PLAN.micro_batch} x {CONTEXT} tokens, 1 thread per rank"
-    )
+    step = f"{PLAN.micro_batches} micro-batches of {PLAN.micro_batch_size} x {CONTEXT} tokens"
+    print(f"modern-tiny, {step}, 1 thread per rank")
     print("ranks   ms/step   waiting for gradients   peak memory of rank 0")
     for size in (1, 2, 4):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"]

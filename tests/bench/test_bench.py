@@ -130,7 +130,7 @@ def test_what_does_not_fit_has_its_row_in_the_table(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tried = bench.try_out
-    monkeypatch.setattr(bench, "try_out", lambda c, plan, w: tried(c, plan, w) if plan.micro_batch < 3 else None)
+    monkeypatch.setattr(bench, "try_out", lambda c, plan, w: tried(c, plan, w) if plan.micro_batch_size < 3 else None)
     assert run_command(["bench", *small(table_presets="tiny", table_batch_sizes="2,3")]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"tiny +2 +[\d.]+ ", shown) and re.search(r"tiny +3 +- +- +- +does not fit", shown)

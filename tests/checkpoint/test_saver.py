@@ -105,7 +105,7 @@ class Sweep:
                     os.kill(os.getpid(), signal.SIGKILL)
 
             saver = saver_of(self.folder, world=world, reached=reached, of=self.of)
-            step = world.on_main(lambda: newest_step(self.folder))
+            step = world.on_rank0(lambda: newest_step(self.folder))
             while True:
                 step += 1
                 saver.save(state(step))

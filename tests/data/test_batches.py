@@ -100,13 +100,13 @@ def test_too_few_tokens_for_one_sequence_are_refused_with_the_numbers() -> None:
 
 def test_total_batch_is_batch_size_times_ranks_times_accumulation() -> None:
     batch = BatchConfig(batch_size=8, gradient_accumulation_steps=2)
-    assert plan_batches(batch, default_batch_size=1, world_size=4) == BatchPlan(micro_batch=8, micro_batches=8)
+    assert plan_batches(batch, default_batch_size=1, world_size=4) == BatchPlan(micro_batch_size=8, micro_batches=8)
 
 
 def test_global_batch_size_sets_the_total_whatever_the_ranks() -> None:
     for world_size in (1, 2, 3):
         plan = plan_batches(BatchConfig(global_batch_size=12), default_batch_size=8, world_size=world_size)
-        assert plan == BatchPlan(micro_batch=6, micro_batches=2)
+        assert plan == BatchPlan(micro_batch_size=6, micro_batches=2)
 
 
 @pytest.mark.parametrize(

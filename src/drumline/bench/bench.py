@@ -120,7 +120,7 @@ def run_bench(bench: BenchConfig, world: World, *, say: Say) -> Report:
         parameters=workload.parameters,
         context=config.model.context or 0,
         vocab_size=config.data.vocab_size or 0,
-        batch_size=plan.micro_batch,
+        batch_size=plan.micro_batch_size,
         micro_batches=plan.micro_batches,
         global_batch_size=plan.sequences,
         tokens_per_step=workload.tokens_per_step,
@@ -164,7 +164,7 @@ def _measure(
     started = _start(config, plan, world, limit=limit)
     if started is None:
         raise ConfigError(
-            f"{config.model.preset} does not fit with batch_size {plan.micro_batch}: "
+            f"{config.model.preset} does not fit with batch_size {plan.micro_batch_size}: "
             f"{limit_bytes(world) / 1e9:.1f} GB of memory are free to use on each rank",
             fix="lower --batch_size, or let --find_batch_size find the largest that fits",
         )
@@ -191,7 +191,7 @@ def _table(bench: BenchConfig, report: Report, world: World, *, say: Say) -> lis
     names, began_s = bench.presets_of_table(report.preset), time.monotonic()
     for name in names:
         for batch_size in bench.batch_sizes_of_table(report.batch_size):
-            if rows and not asked and world.on_main(lambda: time.monotonic() - began_s > _TABLE_S):
+            if rows and not asked and world.on_rank0(lambda: time.monotonic() - began_s > _TABLE_S):
                 say(f"the table takes too long; for all of it: --table_presets {','.join(names)}")
                 return rows
             say(f"timing {name} with batch_size {batch_size}")

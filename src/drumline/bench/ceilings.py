@@ -78,7 +78,7 @@ def synchronize(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def together(world: World) -> None:
+def start_together(world: World) -> None:
     """Let all ranks get here before any goes on."""
     world.sum(torch.zeros(1, device=world.device)).item()
 
@@ -126,12 +126,12 @@ def measure_all_reduce(world: World) -> list[AllReduce]:
 
 def _median_s(work: Callable[[], object], world: World) -> float:
     """Of several turns, each started by all ranks at once and as long on all of them."""
-    together(world)
+    start_together(world)
     work()  # whatever is set up or loaded at its first use
     once_s = max(world.gather(seconds(work, world.device, repeats=1)))
     repeats = max(1, min(_MOST_REPEATS, round(_TURN_S / once_s)))
     turns = []
     for _ in range(_TURNS):
-        together(world)
+        start_together(world)
         turns.append(seconds(work, world.device, repeats=repeats))
     return statistics.median(turns)

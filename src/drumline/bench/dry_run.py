@@ -38,7 +38,7 @@ def describe(config: TrainConfig) -> str:
         if tokens is not None:
             steps = math.ceil((config.batch.epochs or 0) * ((len(tokens) - 1) // model.context) / plan.sequences)
             length = f"{steps:,} ({config.batch.epochs:g} epochs of {count(len(tokens))} tokens)"
-    tokens_at_once = plan.micro_batch * model.context
+    tokens_at_once = plan.micro_batch_size * model.context
     memory = estimate(config, tokens=tokens_at_once, vocab_size=vocab_size, device=device, dtype=dtype)
     state, activations = memory.state_bytes, memory.activation_bytes
     total = f"{model.context} = {plan.sequences * model.context:,} tokens"
@@ -49,7 +49,7 @@ def describe(config: TrainConfig) -> str:
             f"parameters       {memory.parameters:,}",
             f"memory           about {(state + activations) / 1e9:.2f} GB on {device.type} "
             f"({state / 1e9:.2f} weights and optimizer, {activations / 1e9:.2f} activations)",
-            f"tokens per step  {plan.micro_batch} sequences x {plan.micro_batches} micro-batches x {total}",
+            f"tokens per step  {plan.micro_batch_size} sequences x {plan.micro_batches} micro-batches x {total}",
             f"steps            {length}",
         ]
     )

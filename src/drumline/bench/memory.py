@@ -126,12 +126,12 @@ def may_be_tried(config: TrainConfig, plan: BatchPlan, world: World, *, limit_by
     An estimate too high proves nothing: then it is smaller batches, measured, that decide.
     """
     foresee = partial(estimated_bytes, config, world)
-    if world.device.type == "cuda" or foresee(plan.micro_batch) <= limit_bytes:
+    if world.device.type == "cuda" or foresee(plan.micro_batch_size) <= limit_bytes:
         return True
-    sizes = sorted({max(1, plan.micro_batch // part) for part in (16, 8, 1)})
+    sizes = sorted({max(1, plan.micro_batch_size // part) for part in (16, 8, 1)})
     measure = partial(measure_peak, config, world, plan.sequences)
     trials = find_batch_size(sizes, measure, limit_bytes=limit_bytes, foresee=foresee)
-    return any(trial.fits for trial in trials if trial.batch_size == plan.micro_batch)
+    return any(trial.fits for trial in trials if trial.batch_size == plan.micro_batch_size)
 
 
 def try_out(config: TrainConfig, plan: BatchPlan, world: World) -> tuple[Workload, int] | None:

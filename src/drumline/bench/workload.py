@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from drumline.bench.ceilings import seconds, together
+from drumline.bench.ceilings import seconds, start_together
 from drumline.config import TrainConfig
 from drumline.data import BatchPlan, TokenBatches, TokenFile
 from drumline.kernels import WARM_UPS, RecordedBackward, with_graphs, with_kernels
@@ -64,12 +64,12 @@ class Workload:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.plan.sequences * self._batches.weight
+        return self.plan.sequences * self._batches.tokens_per_item
 
     @property
     def flops_per_token(self) -> int:
         assert isinstance(self.model, GPT)
-        return self.model.flops_per_token(self._batches.weight)
+        return self.model.flops_per_token(self._batches.tokens_per_item)
 
     def join_ranks(self) -> None:
         """From here on a step is one of all ranks."""
@@ -150,7 +150,7 @@ def part_seconds(workload: Workload, *, steps: int | None, budget_s: float) -> d
     took: dict[str, list[float]] = {name: [] for name in kinds}
     for _ in range(turns):
         for name, kind in kinds.items():
-            together(world)
+            start_together(world)
             took[name].append(seconds(kind, world.device, repeats=-(-wanted // turns)))
     of_all = world.gather({name: statistics.median(times) for name, times in took.items()})
     medians = {name: statistics.mean(each[name] for each in of_all) for name in kinds}

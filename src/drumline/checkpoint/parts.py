@@ -65,7 +65,7 @@ def _ranks_that_see(folder: RunFolder, world: World, token: str) -> list[int]:
         with suppress(OSError):  # a disk in trouble: rank 0 will say so when it saves
             mark.touch()
 
-    world.on_main(make_mark)
-    sees = world.gather(mark.exists() or world.is_main)
-    world.on_main(lambda: mark.unlink(missing_ok=True))
+    world.on_rank0(make_mark)
+    sees = world.gather(mark.exists() or world.is_rank0)
+    world.on_rank0(lambda: mark.unlink(missing_ok=True))
     return [rank for rank, sees_it in enumerate(sees) if sees_it]

@@ -49,7 +49,7 @@ def resume(
 
     Whoever has the state reads it and gives it to the others: they need not see its disk.
     """
-    on_disk = world.together(lambda: find(resume_from, folder, say=say) if world.is_main else None)
+    on_disk = world.on_all_ranks(lambda: find(resume_from, folder, say=say) if world.is_rank0 else None)
     looks = world.place.local_rank == 0  # one rank of each host
     in_memory = snapshots.newest(warn=say) if snapshots and looks and resume_from == "auto" else None
     steps = world.gather([_step(on_disk), _step(in_memory)])
@@ -67,9 +67,9 @@ def resume(
         load(newest, model=model, optimizer=optimizer)
         return newest.state.__dict__
 
-    state = RunState(**world.gather(world.together(read))[source])
+    state = RunState(**world.gather(world.on_all_ranks(read))[source])
     if resume_from != "auto":  # what is there is of where the run was, not of where it is told to go on
-        if world.is_main:
+        if world.is_rank0:
             assert on_disk is not None
             leave_behind(folder, on_disk, say=say)
             with suppress(OSError):  # a disk in trouble: ranks that are started again then do the same once more

@@ -25,9 +25,9 @@ def has_begun(resume_from: str, folder: RunFolder, world: World, snapshots: Snap
 def what_to_resume(given: str, folder: RunFolder, world: World, *, started_again: bool) -> str:
     """What the user said, or for ranks that are started again what they have made of it since."""
     if any(world.gather(started_again)):
-        done = world.on_main(lambda: folder.resumed.exists() and bool(checkpoint_paths(folder.checkpoints)))
+        done = world.on_rank0(lambda: folder.resumed.exists() and bool(checkpoint_paths(folder.checkpoints)))
         return "auto" if done else given
-    world.on_main(lambda: folder.resumed.unlink(missing_ok=True))
+    world.on_rank0(lambda: folder.resumed.unlink(missing_ok=True))
     return given
 
 
@@ -41,7 +41,7 @@ def check_resume(resume_from: str, folder: RunFolder) -> None:
 
 def find_snapshots(run: RunFolder, world: World, *, takes: bool) -> Snapshots | None:
     """The snapshots of a run on this host; None where none are taken and none were left."""
-    run_id = world.on_main(run.run_id)
+    run_id = world.on_rank0(run.run_id)
     if not takes and not snapshot_folder(run_id).exists():
         return None
     from drumline.checkpoint.snapshots import Snapshots

@@ -82,10 +82,10 @@ class Saver:
         self._folder, self._world, self._model, self._optimizer = folder, world, model, optimizer
         self._retention, self._about, self._tell = retention, about, tell
         self._waiting, self._reached = waiting, reached
-        if world.is_main:
+        if world.is_rank0:
             with suppress(OSError):  # a disk in trouble: it is said when the first save fails
                 folder.checkpoints.mkdir(parents=True, exist_ok=True)
-        self._token = str(world.on_main(lambda: uuid.uuid4().hex[:12]))
+        self._token = str(world.on_rank0(lambda: uuid.uuid4().hex[:12]))
         self._parts: Parts | None = None
         if world.size > 1:
             from drumline.checkpoint.parts import Parts
@@ -154,7 +154,7 @@ class Saver:
         if job is None or (job.own is not None and not job.own.done()):
             return
         outcomes = [_outcome(job.own)] if job.own is not None else []
-        if self._parts is not None and not self._world.is_main:
+        if self._parts is not None and not self._world.is_rank0:
             for outcome in outcomes:
                 self._parts.post(job.number, outcome)
             self._job = None
@@ -176,7 +176,7 @@ class Saver:
         while True:
             self.wait()
             with waiting_for("the writing of the last checkpoint"):
-                saved, stop = self._world.on_main(
+                saved, stop = self._world.on_rank0(
                     lambda: [self.saved_step == state.step, give_up() and self._failures >= _LAST_TRIES]
                 )
             if saved:
@@ -190,9 +190,9 @@ class Saver:
         from drumline.checkpoint.trouble import keep_in_memory, unsaved
 
         tensors, state = tensors_of(self._model, self._optimizer), self._with_scalars(state)
-        in_memory = self._world.on_main(lambda: keep_in_memory(self._folder, tensors, state))
+        in_memory = self._world.on_rank0(lambda: keep_in_memory(self._folder, tensors, state))
         error = unsaved(self._folder, state.step, in_memory=in_memory)
-        error.told = not self._world.is_main
+        error.told = not self._world.is_rank0
         raise error
 
     def close(self) -> None:
@@ -211,7 +211,7 @@ class Saver:
     def _write_part(self, own: dict[str, Tensor], aside: Path, state_bytes: int) -> FileFacts:
         if self._identified and not self._folder.identity.exists():  # a folder of that name may be another disk's
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder.path))
-        if self._world.is_main:
+        if self._world.is_rank0:
             aside.parent.mkdir(exist_ok=True)
         if shutil.disk_usage(aside.parent).free < state_bytes:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -44,12 +44,12 @@ def bench_here(config: BenchConfig) -> None:
 
     world = join(device=config.device, backend=config.backend)
     try:
-        report = run_bench(config, world, say=print_line if world.is_main else lambda text: None)
-        if world.is_main:
+        report = run_bench(config, world, say=print_line if world.is_rank0 else lambda text: None)
+        if world.is_rank0:
             _show(report)
             _write(report, config)
     except DrumlineError as error:
-        error.told = error.told or not world.is_main  # all ranks find the same things wrong
+        error.told = error.told or not world.is_rank0  # all ranks find the same things wrong
         raise
     finally:
         leave()

@@ -74,21 +74,21 @@ def visit_order(positions: NDArray[np.int64], *, items: int, seed: int) -> NDArr
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A step is `micro_batches` micro-batches of `micro_batch` sequences, whoever computes them."""
+    """A step is `micro_batches` micro-batches of `micro_batch_size` sequences, whoever computes them."""
 
-    micro_batch: int
+    micro_batch_size: int
     micro_batches: int
 
     @property
     def sequences(self) -> int:
-        return self.micro_batch * self.micro_batches
+        return self.micro_batch_size * self.micro_batches
 
     def share(self, rank: int, world_size: int) -> range:
         """The micro-batches that rank `rank` computes: a contiguous run; the first ranks take one more if uneven."""
         if world_size > self.micro_batches:
             raise ConfigError(
                 f"{world_size} ranks cannot share a step of {self.micro_batches} micro-batches "
-                f"(global_batch_size {self.sequences} / batch_size {self.micro_batch})",
+                f"(global_batch_size {self.sequences} / batch_size {self.micro_batch_size})",
                 fix="raise --global_batch_size, lower --batch_size, or start fewer ranks",
             )
         each, extra = divmod(self.micro_batches, world_size)
@@ -99,9 +99,9 @@ class BatchPlan:
         """How a step comes about, with the numbers: batch_size 8 x 4 ranks x 2 accumulated."""
         shares = [len(self.share(rank, world_size)) for rank in range(world_size)]
         if len(set(shares)) == 1:
-            return f"batch_size {self.micro_batch} x {world_size} ranks x {shares[0]} accumulated"
-        uneven = " + ".join(map(str, shares))
-        return f"batch_size {self.micro_batch} x {self.micro_batches} micro-batches ({uneven} on {world_size} ranks)"
+            return f"batch_size {self.micro_batch_size} x {world_size} ranks x {shares[0]} accumulated"
+        each = " + ".join(map(str, shares))
+        return f"batch_size {self.micro_batch_size} x {self.micro_batches} micro-batches ({each} on {world_size} ranks)"
 
 
 def plan_batches(batch: BatchConfig, *, default_batch_size: int, world_size: int) -> BatchPlan:
@@ -122,7 +122,7 @@ def plan_batches(batch: BatchConfig, *, default_batch_size: int, world_size: int
             f"global_batch_size {total} is not a whole number of micro-batches of {size} sequences",
             fix=f"use --global_batch_size {max(1, total // size) * size} or another --batch_size",
         )
-    return BatchPlan(micro_batch=size, micro_batches=total // size)
+    return BatchPlan(micro_batch_size=size, micro_batches=total // size)
 
 
 class Batches(Protocol):
@@ -131,8 +131,8 @@ class Batches(Protocol):
     plan: BatchPlan
     items: int
     """Items (sequences, samples) of one epoch."""
-    weight: int
-    """What one item counts for in the loss: its tokens, or 1."""
+    tokens_per_item: int
+    """Tokens of one item; 1 where items are not text. What an item counts for in the loss."""
 
     def micro_batch(self, step: int, index: int) -> Any:
         """The `index`-th micro-batch of step `step`, as tensors on the CPU."""
@@ -144,8 +144,8 @@ class Batches(Protocol):
 def visits(batches: Batches, seed: int, step: int, index: int | None = None) -> NDArray[np.int64]:
     """The items of one micro-batch of a step, or of the whole step, in order."""
     plan = batches.plan
-    start = step * plan.sequences + (index or 0) * plan.micro_batch
-    count = plan.sequences if index is None else plan.micro_batch
+    start = step * plan.sequences + (index or 0) * plan.micro_batch_size
+    count = plan.sequences if index is None else plan.micro_batch_size
     return visit_order(np.arange(start, start + count, dtype=np.int64), items=batches.items, seed=seed)
 
 
@@ -167,7 +167,7 @@ class TokenBatches:
     ) -> None:
         self.plan = plan
         self.items = (len(tokens) - 1) // context
-        self.weight = context
+        self.tokens_per_item = context
         self._tokens, self._context, self._seed = tokens, context, seed
         if self.items < 1:
             raise DataError(

@@ -53,5 +53,5 @@ def compare(world: World, facts: dict[str, Any]) -> None:
         f"the ranks would not train the same run: they differ in {', '.join(differing)}",
         fix=f"make {', '.join(sorted(odd_hosts))} like the others: same versions, flags and data on every host",
         details=rows,
-        told=not world.is_main,
+        told=not world.is_rank0,
     )

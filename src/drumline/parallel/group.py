@@ -59,26 +59,26 @@ class Group(World):
             self.store.wait(keys, _PATIENCE)
         return [json.loads(self.store.get(key)) for key in keys]
 
-    def together(self, work: Callable[[], T]) -> T:
+    def on_all_ranks(self, work: Callable[[], T]) -> T:
         result, error = _attempt(work)
         told = self.gather(None if error is None else [socket.gethostname(), error.problem, error.fix])
         self._raise_first(told, error)
         return result  # type: ignore[return-value]
 
-    def on_main(self, work: Callable[[], T]) -> T:
-        result, error = _attempt(work) if self.is_main else (None, None)
+    def on_rank0(self, work: Callable[[], T]) -> T:
+        result, error = _attempt(work) if self.is_rank0 else (None, None)
         told = self.gather([None if error is None else [socket.gethostname(), error.problem, error.fix], result])
         self._raise_first([told[0][0]], error)
-        return result if self.is_main else told[0][1]  # type: ignore[return-value]
+        return result if self.is_rank0 else told[0][1]  # type: ignore[return-value]
 
     def _raise_first(self, told: Sequence[Any], own: DrumlineError | None) -> None:
         for rank, problem in enumerate(told):
             if problem is not None:
-                if self.is_main and own is not None:
+                if self.is_rank0 and own is not None:
                     raise own
                 where = "" if len(told) == 1 else f"rank {rank} on {problem[0]}: "
                 error = DrumlineError(where + problem[1], fix=problem[2])
-                error.told = not self.is_main
+                error.told = not self.is_rank0
                 raise error
 
     def post(self, key: str, value: Any) -> None:

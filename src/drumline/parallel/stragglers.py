@@ -136,7 +136,7 @@ class Pace:
     def __init__(
         self, world: World, plan: BatchPlan, pulse: Pulse, *, tell: Callable[[str, dict[str, Any]], None]
     ) -> None:
-        self._pulse, self._tell, self._judges = pulse, tell, world.is_main
+        self._pulse, self._tell, self._judges = pulse, tell, world.is_rank0
         self._stopwatch = Stopwatch(world) if world.size > 1 else None
         self._hosts = world.gather(socket.gethostname()) if world.size > 1 else []
         self._micro_batches = [len(plan.share(rank, world.size)) for rank in range(world.size)]

@@ -47,7 +47,7 @@ class World:
         return self.place.size
 
     @property
-    def is_main(self) -> bool:
+    def is_rank0(self) -> bool:
         return self.rank == 0
 
     @property
@@ -59,11 +59,11 @@ class World:
         """Everyone's value (anything JSON can hold), by rank; all ranks call it at the same point."""
         return [value]
 
-    def together(self, work: Callable[[], T]) -> T:
+    def on_all_ranks(self, work: Callable[[], T]) -> T:
         """Do the same on every rank; an error of one is raised on all, and told by rank 0 with whose it was."""
         return work()
 
-    def on_main(self, work: Callable[[], T]) -> T:
+    def on_rank0(self, work: Callable[[], T]) -> T:
         """Do something on rank 0 alone; its result (anything JSON can hold), or its error, is everyone's."""
         return work()
 

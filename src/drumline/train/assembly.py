@@ -32,7 +32,7 @@ def assembled(
     with ExitStack() as open_parts:
         records = open_parts.enter_context(_reporting(setup, intervals))
         stop = open_parts.enter_context(stopping(supervised=is_supervised()))
-        journal = Journal(folder, attempt=records.attempt, writes=world.is_main)
+        journal = Journal(folder, attempt=records.attempt, writes=world.is_rank0)
         open_parts.enter_context(_failures_named(folder, journal, intervals))
         pulse = own_pulse()
         tell = partial(_tell, records, journal, intervals)
@@ -127,7 +127,7 @@ def _saving(
 @contextmanager
 def _reporting(setup: Setup, intervals: Intervals) -> Iterator[Records]:
     """Rank 0's records while the loop runs; other ranks are silent."""
-    if not setup.world.is_main:
+    if not setup.world.is_rank0:
         yield Records([], log=None, silent=True)
         return
     setup.folder.checkpoints.mkdir(parents=True, exist_ok=True)

@@ -53,7 +53,7 @@ class History:
         self._detours = state.detours if state else []
         if state:
             self._journal.event("resumed", step=step)
-        if self._world.on_main(self._folder.checkpoint(step).exists):
+        if self._world.on_rank0(self._folder.checkpoint(step).exists):
             self._saver.saved_step = step
         elif self._setup.resume_from != "auto" or (step == 0 and self._guard.rules.may_go_back):
             self._saver.save(self.state(step))  # should the run break before its next save, it finds its own way back
@@ -81,7 +81,7 @@ class History:
         """To the newest checkpoint, and from there on without the data of the steps since."""
         self._saver.wait()
         self._saver.forget_snapshots()
-        state = self._restore(self._world.on_main(self._where_to_go_back))
+        state = self._restore(self._world.on_rank0(self._where_to_go_back))
         assert state is not None  # a run that may go back saves before its first step
         self._saver.saved_step = state.step
         left_out = self.data_step(step) + 1 - self.data_step(state.step)
@@ -118,7 +118,7 @@ class History:
             self._step.precision.scaler.load_state_dict(state.scaler)
             self._guard.losses.clear()
             self._guard.losses.extend(state.losses)
-        if self._world.is_main:
+        if self._world.is_rank0:
             metrics = self._folder.metrics
             self._records.attempt(str(metrics), lambda: forget_after(metrics, state.step if state else -1))
         return state

@@ -33,7 +33,7 @@ def steps_in_minutes(minutes: float, folder: RunFolder, world: World, trial: Cal
 
     trial: a setup to measure with; its weights change, so it is not the one to train with
     """
-    chosen: int | None = world.on_main(lambda: folder.read_status().get("total_steps"))
+    chosen: int | None = world.on_rank0(lambda: folder.read_status().get("total_steps"))
     return chosen or _measured(minutes, *trial())
 
 
@@ -47,14 +47,14 @@ def _measured(minutes: float, setup: Setup, evaluate: Callable[[Pulse], Record] 
         evaluation_s = time.perf_counter() - start_s
     step_s = sorted(steps_s)[len(steps_s) // 2]
     left_s = 60.0 * minutes - (time.perf_counter() - began_s) - _EVALUATIONS * evaluation_s
-    return int(setup.world.on_main(lambda: max(1, int(left_s / step_s))))
+    return int(setup.world.on_rank0(lambda: max(1, int(left_s / step_s))))
 
 
 def _trial_steps(began_s: float, setup: Setup) -> Iterator[int]:
     """As many as fit into a few seconds on rank 0, and at least a few."""
     for step in itertools.count():
         enough = step >= _WARM_UPS + _FEWEST and time.perf_counter() - began_s > _TRIAL_S
-        if setup.world.on_main(lambda enough=enough: enough):  # type: ignore[misc]
+        if setup.world.on_rank0(lambda enough=enough: enough):  # type: ignore[misc]
             return
         yield step
 

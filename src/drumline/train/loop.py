@@ -169,13 +169,13 @@ class Loop:
         setup, steps_per_s = self.setup, speed.lap(step)
         batches, precision = setup.batches, setup.step.precision
         items = batches.plan.sequences
-        rate = "tokens_per_s" if batches.weight > 1 else "samples_per_s"
+        rate = "tokens_per_s" if batches.tokens_per_item > 1 else "samples_per_s"
         record: Record = {
             "step": step,
             "loss": result.loss,
             "lr": setup.step.optimizer.param_groups[0]["lr"],
             "grad_norm": result.grad_norm,
-            rate: steps_per_s * items * batches.weight,
+            rate: steps_per_s * items * batches.tokens_per_item,
             "epoch": step * items / batches.items,
             "eta_s": (self.intervals.total_steps - step) / steps_per_s,
             "peak_memory_bytes": peak_memory_bytes(precision.device),

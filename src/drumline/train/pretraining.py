@@ -74,24 +74,24 @@ def train_here(config: TrainConfig) -> int:
 
 
 def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | None) -> FitResult:
-    config = world.together(lambda: _checked(config, world.device))
-    folder = RunFolder(Path(world.on_main(lambda: str(choose_folder(config).path))))
-    world.on_main(lambda: check_resume(config.run.resume_from, folder))
+    config = world.on_all_ranks(lambda: _checked(config, world.device))
+    folder = RunFolder(Path(world.on_rank0(lambda: str(choose_folder(config).path))))
+    world.on_rank0(lambda: check_resume(config.run.resume_from, folder))
     stored = _stored(folder, world)
     data = _open_data(config, world, progress)
-    config = world.together(lambda: _settled(config, folder, stored, world))
+    config = world.on_all_ranks(lambda: _settled(config, folder, stored, world))
     with ExitStack() as open_parts:
-        world.on_main(lambda: open_parts.enter_context(folder.hold()))
+        world.on_rank0(lambda: open_parts.enter_context(folder.hold()))
         tell_run_dir(folder.path)
         total_steps = _total_steps(config, folder, data, world)
-        records = world.together(lambda: _open_records(config, folder, data, world))
+        records = world.on_all_ranks(lambda: _open_records(config, folder, data, world))
         open_parts.callback(records.close)
         setup = _setup(config, folder, data, world, records, total_steps=total_steps)
         intervals = _intervals(config, total_steps=total_steps)
         records.say("\n".join([*introduction(config, data, setup, total_steps=total_steps), *_advice()]))
         with assembled(setup, intervals, evaluate=_evaluator(config, data, setup)) as loop:
             result = loop.run()
-        return conclude(config, data, setup, records, result) if world.is_main else result
+        return conclude(config, data, setup, records, result) if world.is_rank0 else result
 
 
 def _open_data(config: TrainConfig, world: World, progress: ProgressCallback | None) -> Data:
@@ -114,7 +114,7 @@ def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
 
 def _stored(folder: RunFolder, world: World) -> TrainConfig | None:
     """What the run was started with, as rank 0 finds it: other hosts may not see the folder."""
-    stored = world.on_main(lambda: read_settings(folder.config) if folder.config.exists() else None)
+    stored = world.on_rank0(lambda: read_settings(folder.config) if folder.config.exists() else None)
     return from_settings(stored) if stored is not None else None
 
 
@@ -124,7 +124,7 @@ def _settled(config: TrainConfig, folder: RunFolder, stored: TrainConfig | None,
     plan = plan_batches(batch, default_batch_size=preset(config.model.preset).batch_size, world_size=world.size)
     plan.share(world.rank, world.size)  # refuses more ranks than micro-batches
     batch = replace(
-        batch, batch_size=plan.micro_batch, global_batch_size=plan.sequences, gradient_accumulation_steps=None
+        batch, batch_size=plan.micro_batch_size, global_batch_size=plan.sequences, gradient_accumulation_steps=None
     )
     settled = replace(config, batch=batch, run=replace(config.run, run_dir=str(folder.path)))
     if stored is not None:
@@ -138,7 +138,7 @@ def _total_steps(config: TrainConfig, folder: RunFolder, data: Data, world: Worl
     from drumline.train.length import steps_in_epochs, steps_in_minutes
 
     if config.batch.minutes is None:
-        return steps_in_epochs(config, world.together(lambda: _batches(config, data, total_steps=0)))
+        return steps_in_epochs(config, world.on_all_ranks(lambda: _batches(config, data, total_steps=0)))
 
     def trial() -> tuple[Setup, Callable[[Pulse], Record] | None]:
         setup = _setup(config, folder, data, world, None, total_steps=1)
@@ -149,7 +149,7 @@ def _total_steps(config: TrainConfig, folder: RunFolder, data: Data, world: Worl
 
 def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: World) -> Records:
     """Rank 0 writes the run's files and tells people; the others are silent."""
-    if not world.is_main:
+    if not world.is_rank0:
         return Records([], log=None, silent=True)
     folder.path.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [JsonlSink(folder.metrics)]
@@ -185,7 +185,7 @@ def _setup(
     config: TrainConfig, folder: RunFolder, data: Data, world: World, records: Records | None, *, total_steps: int
 ) -> Setup:
     run = config.run
-    batches = world.together(lambda: _batches(config, data, total_steps=total_steps))
+    batches = world.on_all_ranks(lambda: _batches(config, data, total_steps=total_steps))
     model = _model(config, data, world)
     facts = {"train_data": data.train.sha256 or f"{len(data.train)} tokens", "vocab_size": data.vocab_size}
     if world.size > 1:
@@ -212,7 +212,7 @@ def _setup(
         ),
         facts=facts,
         config_sha256=digest(to_toml(config)),
-        flops_per_item=lambda at: flops_per_token(model, context=batches.context_of(at)) * batches.weight,
+        flops_per_item=lambda at: flops_per_token(model, context=batches.context_of(at)) * batches.tokens_per_item,
         records=records,
     )
 
@@ -221,7 +221,7 @@ def _model(config: TrainConfig, data: Data, world: World) -> nn.Module:
     torch.manual_seed(mix(config.run.seed))
     has_kernels = config.run.fp8 or (is_hopper(world.device) and not config.ranks.bitwise)
     built = room("kernels").with_kernels(config, world.device) if has_kernels else config
-    return world.together(lambda: build_model(built, vocab_size=data.vocab_size)).to(world.device)
+    return world.on_all_ranks(lambda: build_model(built, vocab_size=data.vocab_size)).to(world.device)
 
 
 def _step(config: TrainConfig, model: nn.Module, batches: TokenBatches, world: World, records: Records | None) -> Step:
@@ -234,7 +234,7 @@ def _step(config: TrainConfig, model: nn.Module, batches: TokenBatches, world: W
         records.say("compiling: the first step will take a while")
     precision = Precision.of(device, dtype)
     strategy = make_strategy(model, batches.plan, world, bitwise=config.ranks.bitwise)
-    weight = batches.plan.sequences * batches.weight
+    weight = batches.plan.sequences * batches.tokens_per_item
     backward = Backward(token_objective, precision, weight, strategy.scale)
     if device.type == "cuda":
         backward = room("kernels").with_graphs(backward, model, strategy)

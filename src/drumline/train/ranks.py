@@ -15,9 +15,9 @@ from drumline.parallel import World, compare, settings, versions
 def open_in_turn(config: TrainConfig, world: World, progress: ProgressCallback | None) -> Data:
     """Rank 0 prepares the text, then one rank of each other host, which may have its own disk; then all read it."""
     own = world.place.local_rank == 0
-    first = world.together(lambda: open_data(config, progress=progress) if world.is_main else None)
-    second = world.together(lambda: open_data(config) if own and not world.is_main else None)
-    return world.together(lambda: first or second or open_data(config))
+    first = world.on_all_ranks(lambda: open_data(config, progress=progress) if world.is_rank0 else None)
+    second = world.on_all_ranks(lambda: open_data(config) if own and not world.is_rank0 else None)
+    return world.on_all_ranks(lambda: first or second or open_data(config))
 
 
 def agree(world: World, config: TrainConfig, data: Data, model: nn.Module, *, facts: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ class Setup:
         return {
             "seed": self.seed,
             "global_batch_size": plan.sequences,
-            "batch_size": plan.micro_batch,
+            "batch_size": plan.micro_batch_size,
             "items_per_epoch": self.batches.items,
             **self.facts,
         }

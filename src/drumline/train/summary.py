@@ -28,13 +28,13 @@ def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: 
         short = f"; the first {batches.short_steps:,} in contexts of {batches.context_of(0)}"
     return [
         f"run    {setup.folder.path}",
-        f"model  {config.model.preset}: {count(parameters)} parameters, context {batches.weight}, "
+        f"model  {config.model.preset}: {count(parameters)} parameters, context {batches.tokens_per_item}, "
         f"on {precision.device.type} in {str(precision.dtype).removeprefix('torch.')}"
         f"{' and float8' if config.run.fp8 else ''}",
         f"data   {config.data.train_data_path}: {count(len(data.train))} tokens, {held_out}, "
         f"vocabulary {data.vocab_size:,}{unreadable}",
         f"step   {plan.formula(setup.world.size)} = {plan.sequences} sequences "
-        f"= {plan.sequences * batches.weight:,} tokens",
+        f"= {plan.sequences * batches.tokens_per_item:,} tokens",
         f"lr     {_lr_formula(config.optim, plan.sequences, muon_lr=preset(config.model.preset).muon_lr)}",
         f"steps  {total_steps:,}, which is {total_steps * plan.sequences / batches.items:.2f} epochs{short}",
     ]

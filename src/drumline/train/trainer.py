@@ -121,7 +121,7 @@ class Trainer:
             snapshot_every=self.snapshot_every,
         )
         with ExitStack() as open_parts:
-            world.on_main(lambda: open_parts.enter_context(folder.hold()))
+            world.on_rank0(lambda: open_parts.enter_context(folder.hold()))
             evaluator = (lambda pulse: evaluate()) if evaluate else None
             loop = open_parts.enter_context(assembled(self.setup, intervals, evaluate=evaluator))
             return loop.run()
@@ -148,7 +148,7 @@ class DatasetBatches:
     def __init__(self, dataset: Dataset[Any] | Sequence[Any], plan: BatchPlan, *, seed: int) -> None:
         self.plan = plan
         self.items = len(dataset)  # type: ignore[arg-type]
-        self.weight = 1
+        self.tokens_per_item = 1
         self._dataset, self._seed = dataset, seed
         if self.items < 1:
             raise DataError("the dataset has no samples", fix="give Trainer a dataset whose len() is 1 or more")

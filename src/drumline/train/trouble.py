@@ -84,7 +84,7 @@ def _give_up(guard: Guard, step: int, what: str, data_step: int) -> TrainingErro
     return TrainingError(
         f"step {step + 1:,}: {what}; its documents: {_shown(guard.batches.names(data_step))}",
         fix="lower --lr, use --dtype bfloat16 or float32, or take those documents out",
-        told=not guard.world.is_main,  # every rank sees the same numbers
+        told=not guard.world.is_rank0,  # every rank sees the same numbers
     )
 
 
@@ -127,7 +127,7 @@ def compare_replicas(model: nn.Module, world: World, step: int, *, tell: Callabl
     raise ReplicaDriftError(
         problem,
         fix="start the same command again to go on from the last checkpoint; test the memory of the odd host",
-        told=not world.is_main,
+        told=not world.is_rank0,
     )
 
 
