@@ -23,6 +23,7 @@ from drumline.data.opening import open_tokens
 from drumline.data.tokens import TokenFile
 from drumline.optim.optimizers import learning_rate
 from drumline.parallel.hardware import allow_tf32, pick_dtype
+from drumline.parallel.world import Place, World
 from drumline.train.evaluation import evaluate
 from drumline.train.step import Precision
 
@@ -113,6 +114,7 @@ class Baseline:
             context=self._context,
             batch_size=batch,
             precision=Precision.of(self._device, pick_dtype("auto", self._device)),
+            world=World(Place(), self._device),
         )
         assert found.tokens == len(self._valid) - 1, "not all of the held-out text was judged"
         tokens = steps * batch * self._context

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,14 @@ def is_plugin(value: str) -> bool:
     """Whether a value has the form package.module:name."""
     module, colon, name = value.partition(":")
     return bool(colon) and name.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def check_form(what: str, value: str, *, known: Sequence[str]) -> None:
+    """Refuse a value that has not that form, where drumline's own, which are known, are none of it either."""
+    if not is_plugin(value):
+        near = difflib.get_close_matches(value, known, n=1)
+        listed = f"choose one of {', '.join(known)}, or package.module:name of a function"
+        raise ConfigError(f"there is no {what} {value!r}", fix=f"did you mean {near[0]}?" if near else listed)
 
 
 def load_plugin(value: str) -> Callable[..., Any]:

@@ -9,7 +9,8 @@ from helpers.saved import Tied, save, trained
 from torch import nn
 
 from drumline.checkpoint import checkpoints
-from drumline.checkpoint.checkpoints import RunState, commit, newest_valid, open_checkpoint
+from drumline.checkpoint.checkpoints import RunState, commit, open_checkpoint
+from drumline.checkpoint.newest import newest_valid
 from drumline.checkpoint.parts import divide
 from drumline.checkpoint.restoring import load
 from drumline.checkpoint.state import optimizer_state, tensors_of, weights_sha256

@@ -16,8 +16,9 @@ import torch
 from helpers.saved import Tied, flipped, save
 
 from drumline.checkpoint import checkpoints
-from drumline.checkpoint.checkpoints import newest_valid, open_checkpoint
+from drumline.checkpoint.checkpoints import open_checkpoint
 from drumline.checkpoint.export import open_single_file, write_single_file
+from drumline.checkpoint.newest import newest_valid
 from drumline.checkpoint.restoring import find, load
 from drumline.errors import CheckpointError
 from drumline.files.disk import file_sha256

@@ -24,7 +24,8 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 
 from drumline.checkpoint import saver as saver_module
-from drumline.checkpoint.checkpoints import newest_valid, open_checkpoint
+from drumline.checkpoint.checkpoints import open_checkpoint
+from drumline.checkpoint.newest import newest_valid
 from drumline.checkpoint.restoring import load
 from drumline.checkpoint.snapshots import Snapshots
 from drumline.checkpoint.state import weights

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from drumline.cli.preflight import is_plain
-from drumline.config import RunConfig, TrainConfig
+from drumline.config import ModelSettings, RunConfig, TrainConfig
+from drumline.optim import checkpoints_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -55,5 +56,11 @@ def test_a_place_without_room_or_rights_is_for_the_doctor(tmp_path: Path, monkey
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: full)
         assert not plain(tmp_path)
+    for preset in ("tiny", "gpt2", "modern", "modern-tiny"):  # what is thought to be enough is
+        needed = checkpoints_bytes(TrainConfig(model=ModelSettings(preset=preset)))
+        room = shutil.disk_usage(tmp_path)._replace(free=needed)
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "disk_usage", lambda path, room=room: room)
+            assert not is_plain(TrainConfig(model=ModelSettings(preset=preset)), {})
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (512, 4096))
     assert not plain(tmp_path)

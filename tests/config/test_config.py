@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from drumline.config.model import GPTConfig, GPTOptions, ModelSettings
 from drumline.config.options import plugin_options
 from drumline.config.presets import PRESETS, gpt_config, with_preset
-from drumline.config.resolve import refuse_changes, resolved, with_stored_batch
+from drumline.config.resolve import resolved
+from drumline.config.resumed import refuse_changes, with_stored_batch
 from drumline.config.settings import BatchConfig, DataConfig, OptimConfig, RunConfig, TrainConfig, names_with
-from drumline.config.toml_file import UnknownKeyError, differences, from_settings, read_settings, sections, to_toml
+from drumline.config.toml_file import UnknownKeyError, differences, from_settings, read_settings, sections
+from drumline.config.toml_text import to_toml
 from drumline.errors import ConfigError
 from drumline.parallel.agreement import settings as agreed_settings
 

@@ -11,7 +11,8 @@ from drumline.cli.app import run_command
 from drumline.config.model import ModelSettings, Recipe
 from drumline.config.presets import HEAD_LR_WIDTH, PRESETS, RECIPES, gpt_config, with_preset
 from drumline.config.settings import OptimConfig, TrainConfig
-from drumline.config.toml_file import differences, from_settings, read_settings, sections, to_toml
+from drumline.config.toml_file import differences, from_settings, read_settings, sections
+from drumline.config.toml_text import to_toml
 
 OPTIONS: dict[str, Any] = {
     "tie_embeddings": True,

@@ -15,7 +15,7 @@ import pytest
 from drumline.config import DataConfig, TrainConfig
 from drumline.data import preparing as prepare_module
 from drumline.data.corpus import Corpus
-from drumline.data.opening import open_tokens
+from drumline.data.opening import document_names, open_tokens
 from drumline.data.preparing import Prepared, Progress, Recipe, prepare
 from drumline.data.sources import documents
 from drumline.data.tokenizer import END_OF_TEXT, Tokenizer
@@ -69,7 +69,7 @@ def test_what_was_prepared_decodes_to_the_documents(source: str, tmp_path: Path)
     seen: list[str] = []
     for split in ("train", "valid"):
         tokens = open_tokens(tmp_path / "out", split=split)
-        names = tokens.document_names(0, len(tokens))
+        names = document_names(tokens, 0, len(tokens))
         # As nanoGPT reads it: plain uint16.
         raw = np.memmap(tmp_path / "out" / f"{split}.bin", dtype=np.uint16, mode="r")
         assert tokenizer.decode(raw.tolist()) == "".join(texts[name] + END_OF_TEXT for name in names)
@@ -90,7 +90,7 @@ def test_preparing_twice_gives_the_same_bytes(source: str, tmp_path: Path) -> No
 
 def test_the_vocabulary_is_learned_from_training_text_only(source: str, tmp_path: Path) -> None:
     small(source, tmp_path / "out")
-    train = set(open_tokens(tmp_path / "out").document_names(0, 1 << 40))
+    train = set(document_names(open_tokens(tmp_path / "out"), 0, 1 << 40))
     texts = [document.text for document in documents(source) if document.name in train]
     assert Tokenizer.train(texts, vocab_size=400).sha256 == Tokenizer.load(tmp_path / "out" / "tokenizer.json").sha256
 

@@ -18,7 +18,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.data import sources, structured_files, text_files
+from drumline.data import cutting, sources, structured_files, text_files
 from drumline.data.text_files import Document, Reading, Skipped
 from drumline.errors import DataError
 
@@ -74,7 +74,10 @@ def test_a_long_file_is_cut_at_line_ends_into_parts_of_a_mebibyte(tmp_path, pack
 )
 def test_the_parts_of_a_file_joined_are_the_file(tmp_path_factory, text, packing):
     source = write(tmp_path_factory.getbasetemp() / f"parts.txt{packing}", PACK[packing](text.encode() + b"."))
-    with mock.patch.multiple(text_files, PART_BYTES=8, LONGEST_LINE_BYTES=20):
+    with (
+        mock.patch.object(text_files, "PART_BYTES", 8),
+        mock.patch.multiple(cutting, PART_BYTES=8, LONGEST_LINE_BYTES=20),
+    ):
         parts = texts(source)
     assert "".join(parts) == text + "."
     assert all(len(part.encode()) <= 20 for part in parts)

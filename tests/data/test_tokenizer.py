@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from drumline.data import tokenizer as tokenizer_module
-from drumline.data.tokenizer import END_OF_TEXT, StreamDecoder, Tokenizer
+from drumline.data.tokenizer import END_OF_TEXT, Tokenizer
 from drumline.errors import ConfigError, DataError
+from drumline.generate.streaming import StreamDecoder
 
 TEXTS = [
     "The drummer keeps the beat, and the line keeps the drummer. ",

@@ -21,7 +21,7 @@ from drumline.doctor.finding import Finding
 from drumline.doctor.hosts.check import HostsReport, check_hosts
 from drumline.doctor.hosts.rendezvous import rendezvous_at
 from drumline.doctor.hosts.report import data_hashes
-from drumline.parallel.software import versions
+from drumline.parallel.hardware import versions
 
 pytestmark = pytest.mark.needs("hosts")
 

@@ -19,8 +19,8 @@ from drumline.elastic.diagnosis import Cause, End, blame, cause_of_another_host,
 from drumline.elastic.rendezvous import Rendezvous
 from drumline.elastic.supervisor import Supervisor
 from drumline.elastic.watch import Beat, Hang, Stacks, Watch
-from drumline.parallel.attempt import ATTEMPT, Attempt, promise_an_ending
-from drumline.parallel.heartbeat import Pulse
+from drumline.parallel.attempt import Attempt
+from drumline.parallel.supervised import SupervisedPulse
 
 TIMEOUT_S = 240
 NOW_S = 10_000.0
@@ -217,8 +217,8 @@ def supervisor(tmp_path: Path) -> Iterator[Callable[..., tuple[Supervisor, FakeR
         ranks: Any = FakeRanks(tmp_path, codes, stacks)
         made[-1]._attempt, made[-1]._ranks = Attempt(tmp_path), ranks
         for rank, phase in phases.items():
-            pulse = Pulse()
-            pulse.start(Attempt(tmp_path), rank)
+            pulse = SupervisedPulse(tmp_path)
+            pulse.start(rank)
             pulse._ended.set()
             pulse.at(phase, 12, waits_for=waits_for[rank] if waits_for else "")
         return made[-1], ranks
@@ -246,17 +246,16 @@ def test_a_host_whose_ranks_all_wait_leaves_it_to_another_to_name_the_rank_for_a
 
 
 def test_a_host_whose_only_rank_exits_early_has_not_succeeded(
-    supervisor: Callable[..., tuple[Supervisor, FakeRanks]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    supervisor: Callable[..., tuple[Supervisor, FakeRanks]], tmp_path: Path
 ) -> None:
     early, _ = supervisor({1: "data"}, {1: 0}, {})
     cause = early._until_the_attempt_ends()
     assert isinstance(cause, Cause) and cause.line.endswith("ended with exit code 0 at step 12 before the run's end")
     done, _ = supervisor({1: "ending"}, {1: 0}, {})
     assert done._until_the_attempt_ends() == 0
-    monkeypatch.setenv(ATTEMPT, str(tmp_path))
     starting, _ = supervisor({1: "starting"}, {1: 0}, {})
     assert starting._until_the_attempt_ends() == 0
-    promise_an_ending()
+    SupervisedPulse(tmp_path).promise_an_ending()
     assert isinstance(starting._until_the_attempt_ends(), Cause)
 
 

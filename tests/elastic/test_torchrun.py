@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from drumline.elastic.torchrun import under_torchrun
-from drumline.parallel.attempt import ATTEMPT
+from drumline.parallel.heartbeat import ATTEMPT
 
 
 def test_under_torchrun_a_rank_dies_with_it_and_says_what_torchrun_leaves_open() -> None:

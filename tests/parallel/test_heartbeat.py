@@ -9,8 +9,20 @@ from pathlib import Path
 import pytest
 
 from drumline.elastic.watch import read_pulse, read_run_dir
-from drumline.parallel.attempt import ATTEMPT, Attempt, started_again, tell_run_dir
-from drumline.parallel.heartbeat import Pulse
+from drumline.parallel.attempt import Attempt
+from drumline.parallel.heartbeat import ATTEMPT, Pulse, own_pulse
+from drumline.parallel.supervised import SupervisedPulse
+
+
+@pytest.fixture(autouse=True)
+def _own_pulse() -> Iterator[None]:
+    yield
+    own_pulse.cache_clear()
+
+
+def fresh_pulse() -> Pulse:
+    own_pulse.cache_clear()
+    return own_pulse()
 
 
 @pytest.fixture
@@ -20,16 +32,16 @@ def attempt(tmp_path: Path) -> Attempt:
 
 @pytest.fixture
 def pulse(attempt: Attempt) -> Iterator[Pulse]:
-    pulse = Pulse()
-    pulse.start(attempt, 3)
+    pulse = SupervisedPulse(attempt.folder)
+    pulse.start(3)
     yield pulse
     pulse.stop()
 
 
 def test_a_pulse_is_read_as_it_was_written_and_ticks_by_itself(attempt: Attempt) -> None:
     assert read_pulse(attempt, 3) is None
-    pulse = Pulse()
-    pulse.start(attempt, 3)
+    pulse = SupervisedPulse(attempt.folder)
+    pulse.start(3)
     try:
         pulse.at("compute", 12_345_678_901)
         first = read_pulse(attempt, 3)
@@ -42,18 +54,21 @@ def test_a_pulse_is_read_as_it_was_written_and_ticks_by_itself(attempt: Attempt)
     assert read_pulse(attempt, 3).phase == "ending"  # type: ignore[union-attr]
 
 
-def test_a_pulse_that_is_not_started_has_no_thread_takes_no_signal_and_writes_nothing(
+def test_a_process_that_nobody_supervises_has_no_thread_takes_no_signal_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(ATTEMPT, raising=False)
     monkeypatch.chdir(tmp_path)
     threads, handler = threading.active_count(), signal.getsignal(signal.SIGUSR2)
-    pulse = Pulse()
+    pulse = fresh_pulse()
+    pulse.start(3)
+    pulse.promise_an_ending()
     pulse.at("compute", 1)
     with pulse.waiting_for("the sum of the gradients"):
         pulse.still_there()
+    pulse.tell_run_dir(tmp_path)
     pulse.stop()
-    tell_run_dir(tmp_path)
+    assert not pulse.is_supervised
     assert list(tmp_path.iterdir()) == []
     assert threading.active_count() == threads and signal.getsignal(signal.SIGUSR2) == handler
 
@@ -127,7 +142,7 @@ def test_the_run_folder_that_rank_0_chose_is_known(
 ) -> None:
     monkeypatch.setenv(ATTEMPT, str(tmp_path))
     assert read_run_dir(attempt) is None
-    tell_run_dir(tmp_path / "run")
+    fresh_pulse().tell_run_dir(tmp_path / "run")
     assert read_run_dir(attempt) == tmp_path / "run"
 
 
@@ -135,8 +150,8 @@ def test_a_rank_knows_whether_it_is_started_again(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     for number in (1, 2, 10):
         monkeypatch.setenv(ATTEMPT, str(Attempt.numbered(Path("/dev/shm/drumline-7-x"), number).folder))
-        assert started_again() == (number > 1)
+        assert fresh_pulse().started_again == (number > 1)
     monkeypatch.delenv(ATTEMPT)
-    assert not started_again()
+    assert not fresh_pulse().started_again
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert started_again()
+    assert fresh_pulse().started_again

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from drumline.cli.prepare import prepared_lines
 from drumline.data import Corpus, Recipe, prepare
 from drumline.data import preparing as preparing_module
 from drumline.data.preparing import Progress
-from drumline.report import preparation, prepared_lines, preparing
+from drumline.report import preparation, preparing
 
 MB = 1_000_000
 

@@ -16,7 +16,8 @@ from drumline.errors import MissingExtraError
 from drumline.files.disk import LineFile, PostponedError
 from drumline.files.run_folder import RunFolder
 from drumline.report.plots import plot_loss
-from drumline.report.records import JsonlSink, Record, Records, forget_after, format_record, read_metrics
+from drumline.report.records import JsonlSink, Record, Records, format_record, read_metrics
+from drumline.report.rewinding import forget_after
 from drumline.report.trackers import TensorBoardSink, WandbSink, wandb_mode
 from drumline.units import duration
 
@@ -223,10 +224,10 @@ def test_a_terminal_that_closes_ends_no_run(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from drumline.report.records import JsonlSink, Records\n"
         "records = Records([JsonlSink(Path('metrics.jsonl'))], log=Path('train.log'))\n"
-        "records.start_progress(9)\n"
-        "records.write({'step': 1, 'loss': 1.5})\n"
-        "sys.stdin.read()\n"
-        "for step in range(2, 10): records.write({'step': step, 'loss': 1.5})\n"
+        "with records.showing_progress(9):\n"
+        "    records.write({'step': 1, 'loss': 1.5})\n"
+        "    sys.stdin.read()\n"
+        "    for step in range(2, 10): records.write({'step': step, 'loss': 1.5})\n"
         "records.close()\n"
     )
     ours, theirs = pty.openpty()
@@ -253,9 +254,9 @@ def test_a_sink_that_fails_is_dropped_with_a_warning_and_the_others_go_on(
             raise ConnectionError("still down")
 
     records = Records([Broken(), JsonlSink(tmp_path / "metrics.jsonl")], log=tmp_path / "train.log")
-    records.start_progress(2)
-    records.write({"step": 1, "loss": 2.0})
-    records.write({"step": 2, "loss": 1.0})
+    with records.showing_progress(2):
+        records.write({"step": 1, "loss": 2.0})
+        records.write({"step": 2, "loss": 1.0})
     records.close()
     said = capsys.readouterr().out
     assert said.count("warning: Broken failed and gets no more records (ConnectionError: tracker is down)") == 1
@@ -306,9 +307,8 @@ def test_a_terminal_shows_a_progress_bar_and_a_pipe_plain_lines(tmp_path: Path) 
     code = (
         "from drumline.report.records import Records\n"
         "records = Records([], log=None)\n"
-        "records.start_progress(3)\n"
-        "records.write({'step': 2, 'loss': 1.5})\n"
-        "records.stop_progress()\n"
+        "with records.showing_progress(3):\n"
+        "    records.write({'step': 2, 'loss': 1.5})\n"
     )
     line = "step  2/3 | loss 1.5000"
     piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,10 +13,12 @@ from drumline.data.tokens import TokenFile
 from drumline.errors import DataError
 from drumline.model.build import token_objective
 from drumline.model.gpt import GPT
+from drumline.parallel.world import Place, World
 from drumline.train.evaluation import evaluate
 from drumline.train.step import Precision
 
 CPU = Precision.of(torch.device("cpu"), torch.float32)
+ALONE = World(Place(), CPU.device)
 
 
 def model() -> GPT:
@@ -34,7 +36,10 @@ def tokens(count: int, text_bytes: int | None = None) -> TokenFile:
 @pytest.mark.parametrize("count", [2, 8, 9, 10, 41, 43])
 def test_every_token_after_the_first_is_predicted_once_whatever_the_batch_size(count: int) -> None:
     gpt, file = model(), tokens(count)
-    found = [evaluate(gpt, token_objective, file, context=8, batch_size=size, precision=CPU) for size in (1, 3, 100)]
+    found = [
+        evaluate(gpt, token_objective, file, context=8, batch_size=size, precision=CPU, world=ALONE)
+        for size in (1, 3, 100)
+    ]
     assert {each.tokens for each in found} == {count - 1}
     gpt.eval()
     nats = 0.0
@@ -45,7 +50,9 @@ def test_every_token_after_the_first_is_predicted_once_whatever_the_batch_size(c
 
 
 def test_bits_per_byte_and_perplexity_follow_from_the_loss() -> None:
-    found = evaluate(model(), token_objective, tokens(41, text_bytes=100), context=8, batch_size=4, precision=CPU)
+    found = evaluate(
+        model(), token_objective, tokens(41, text_bytes=100), context=8, batch_size=4, precision=CPU, world=ALONE
+    )
     assert found.bits_per_byte == pytest.approx(found.loss / math.log(2) * 41 / 100)
     assert found.perplexity == pytest.approx(math.exp(found.loss))
 
@@ -58,16 +65,16 @@ def test_some_windows_are_spread_over_the_whole_file() -> None:
         return torch.tensor(1.0)
 
     file = TokenFile(path=Path("v"), tokens=np.arange(801, dtype=np.uint16))
-    evaluate(model(), objective, file, context=8, batch_size=2, precision=CPU, windows=4)
+    evaluate(model(), objective, file, context=8, batch_size=2, precision=CPU, world=ALONE, windows=4)
     assert seen == [0, 200, 400, 600]
 
 
 def test_evaluating_leaves_the_model_in_training_as_it_was() -> None:
     gpt = model().train()
-    evaluate(gpt, token_objective, tokens(20), context=8, batch_size=4, precision=CPU)
+    evaluate(gpt, token_objective, tokens(20), context=8, batch_size=4, precision=CPU, world=ALONE)
     assert gpt.training and all(p.grad is None for p in gpt.parameters())
 
 
 def test_a_file_with_nothing_to_predict_is_refused() -> None:
     with pytest.raises(DataError, match="1 tokens, too few"):
-        evaluate(model(), token_objective, tokens(1), context=8, batch_size=4, precision=CPU)
+        evaluate(model(), token_objective, tokens(1), context=8, batch_size=4, precision=CPU, world=ALONE)

@@ -13,6 +13,14 @@ from drumline.train.step import StepResult, to_device
 MAKERS = pytest.mark.parametrize("fused", [True, False], ids=["decided by the optimizer", "decided by the host"])
 
 
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def supports(numbers: Tensor, optimizer: torch.optim.Optimizer) -> bool:
+        return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+    monkeypatch.setattr("drumline.train.step._may_update_unread", supports)
+
+
 def model_and_step(
     *, fused: bool, grad_clip: float
 ) -> tuple[nn.Linear, torch.optim.Optimizer, Callable[[float], StepResult]]:

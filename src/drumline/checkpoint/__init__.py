@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.checkpoint.checkpoints import RunState, checkpoint_paths, newest_valid, open_checkpoint, valid_ones
+    from drumline.checkpoint.checkpoints import RunState, checkpoint_paths, open_checkpoint
     from drumline.checkpoint.commands import (
         Listed,
         export_checkpoint,
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         prune_checkpoints,
         verify_checkpoints,
     )
+    from drumline.checkpoint.newest import newest_valid, valid_ones
     from drumline.checkpoint.restoring import load, resume
     from drumline.checkpoint.resuming import check_resume, find_snapshots, has_begun, what_to_resume
     from drumline.checkpoint.retention import Retention

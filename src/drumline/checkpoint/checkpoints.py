@@ -14,8 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from drumline.checkpoint.storage import SUFFIX, FileFacts
 from drumline.errors import CheckpointError
-from drumline.files import CHECKPOINT_PREFIX, RunFolder, file_sha256, flush, publish
+from drumline.files import CHECKPOINT_PREFIX, RunFolder, file_sha256, flush
 
 RUN, MANIFEST = "run.json", "manifest.json"
 FORMAT = 2
@@ -92,6 +91,8 @@ def commit(
     verified = open_checkpoint(aside)
     reached("before the rename")
     if final.exists():  # a run that went back to an earlier step passes here again
+        from drumline.checkpoint.newest import set_aside
+
         set_aside(final, "superseded")
     aside.rename(final)
     reached("after the rename")
@@ -116,7 +117,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     if text != _sealed(manifest) or (path / MANIFEST).is_symlink():
         raise _damaged(path, f"{MANIFEST} does not have the hash it gives for itself")
-    if _step_in(path.name).isdecimal() and path.name != RunFolder.checkpoint_name(step):
+    if path.name.removeprefix(CHECKPOINT_PREFIX).isdecimal() and path.name != RunFolder.checkpoint_name(step):
         raise _damaged(path, f"it is of step {step}, not of the step in its name")
     try:
         _check_files(path, files)
@@ -171,41 +172,8 @@ def _sealed(manifest: dict[str, Any]) -> str:
 
 def checkpoint_paths(folder: Path) -> list[Path]:
     """Complete checkpoints by name, oldest first; not verified."""
-    paths = [path for path in folder.glob(f"{CHECKPOINT_PREFIX}*") if _step_in(path.name).isdecimal()]
-    return sorted(paths, key=lambda path: int(_step_in(path.name)))
-
-
-def newest_valid(folder: Path, *, warn: Callable[[str], None], before: int | None = None) -> Checkpoint | None:
-    """The newest checkpoint (before a step) that verifies; damaged ones are named and set aside on the way."""
-    return next(valid_ones(folder, warn=warn, before=before), None)
-
-
-def valid_ones(folder: Path, *, warn: Callable[[str], None], before: int | None = None) -> Iterator[Checkpoint]:
-    for path in reversed(checkpoint_paths(folder)):
-        if before is not None and int(_step_in(path.name)) >= before:
-            continue
-        try:
-            yield open_checkpoint(path)
-        except OtherFormatError:
-            raise
-        except CheckpointError as error:
-            warn(f"{error.problem}; {set_aside(path, 'damaged')}, trying the one before")
-            publish({"event": "checkpoint damaged", "path": str(path)})
-
-
-def _step_in(name: str) -> str:
-    return name.removeprefix(CHECKPOINT_PREFIX)
-
-
-def set_aside(path: Path, why: str) -> str:
-    """Rename a checkpoint so that it is not used again; says what was done."""
-    aside = path.with_name(f"{path.name}.{why}")
-    try:
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-    except OSError as error:  # a read-only disk: it stays where it is, and is passed over again next time
-        return f"it cannot be set aside ({error.strerror})"
-    return f"set aside as {aside.name}"
+    numbers = {path: path.name.removeprefix(CHECKPOINT_PREFIX) for path in folder.glob(f"{CHECKPOINT_PREFIX}*")}
+    return sorted((path for path, number in numbers.items() if number.isdecimal()), key=lambda path: int(numbers[path]))
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:

@@ -16,10 +16,9 @@ from drumline.checkpoint.checkpoints import (
     Checkpoint,
     RunState,
     checkpoint_paths,
-    newest_valid,
     open_checkpoint,
-    set_aside,
 )
+from drumline.checkpoint.newest import newest_valid, set_aside
 from drumline.checkpoint.retention import step_of
 from drumline.checkpoint.snapshots import Snapshots
 from drumline.checkpoint.state import optimizer_state, weights

@@ -182,18 +182,12 @@ class Saver:
             if saved:
                 return
             if stop:
-                self._give_up(state)
+                from drumline.checkpoint.trouble import end_unsaved
+
+                tensors = tensors_of(self._model, self._optimizer)
+                end_unsaved(self._folder, self._world, tensors, self._with_scalars(state))
             time.sleep(max(0.0, self._retry_at - time.monotonic()))
             self.save(state)
-
-    def _give_up(self, state: RunState) -> None:
-        from drumline.checkpoint.trouble import keep_in_memory, unsaved
-
-        tensors, state = tensors_of(self._model, self._optimizer), self._with_scalars(state)
-        in_memory = self._world.on_rank0(lambda: keep_in_memory(self._folder, tensors, state))
-        error = unsaved(self._folder, state.step, in_memory=in_memory)
-        error.told = not self._world.is_rank0
-        raise error
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 from torch import Tensor
 
-from drumline.checkpoint.checkpoints import Checkpoint, RunState, commit, newest_valid
+from drumline.checkpoint.checkpoints import Checkpoint, RunState, commit
+from drumline.checkpoint.newest import newest_valid
 from drumline.checkpoint.resuming import snapshot_folder
 from drumline.checkpoint.state import Staging
 from drumline.checkpoint.storage import write_tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from drumline.checkpoint.retention import step_of
 from drumline.checkpoint.snapshots import Snapshots
 from drumline.errors import CheckpointError, DrumlineError
 from drumline.files import RunFolder
+from drumline.parallel import World
 from drumline.units import count
 
 
@@ -35,6 +36,14 @@ def failed_save(
         f"kept, training goes on, and it is tried again in {pause_s:.0f} s",
         {"event": "save failed", "step": step, "why": why, "bytes": needed_bytes},
     )
+
+
+def end_unsaved(folder: RunFolder, world: World, tensors: dict[str, Tensor], state: RunState) -> NoReturn:
+    """End a run that was asked to stop and whose disk takes nothing; every rank calls this."""
+    in_memory = world.on_rank0(lambda: keep_in_memory(folder, tensors, state))
+    error = unsaved(folder, state.step, in_memory=in_memory)
+    error.told = not world.is_rank0
+    raise error
 
 
 def keep_in_memory(folder: RunFolder, tensors: dict[str, Tensor], state: RunState) -> bool:

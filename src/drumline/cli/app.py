@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from cyclopts import App, CycloptsError, Parameter
 from cyclopts.config import Dict
 
+from drumline.config import flag
 from drumline.errors import EXIT_INTERRUPTED, EXIT_USAGE, DrumlineError
 from drumline.signals import end_at_once
 
@@ -94,8 +95,8 @@ def run_command(argv: list[str]) -> int:
     if argv and argv[0].startswith(("--local-rank", "--local_rank")):
         argv = argv[1:]  # torch.distributed.launch puts it first; the environment says the same
     try:
-        if argv[:1] == ["train"]:
-            from drumline.cli.train import file_layers
+        if argv[:1] == ["train"] and _names_files(argv):
+            from drumline.cli.layers import file_layers
 
             files = file_layers(argv)
             app.config = [Dict(settings, source=str(path), use_commands_as_keys=False) for path, settings in files]
@@ -109,6 +110,13 @@ def run_command(argv: list[str]) -> int:
         return _report(DrumlineError("interrupted", fix="start the same command again"), EXIT_INTERRUPTED)
     finally:
         app.config = []
+
+
+def _names_files(words: Sequence[str]) -> bool:
+    """Whether there may be settings in files: those of --config, or of a run that exists already."""
+    run_dir = flag(words, "run_dir")
+    given = flag(words, "config") or flag(words, "resume_from") not in (None, "auto")
+    return bool(given) or (run_dir is not None and os.path.exists(run_dir))
 
 
 def _report(error: DrumlineError, code: int) -> int:

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from drumline.config import TrainConfig
-from drumline.optim import checkpoints_bytes
+from drumline.config import TrainConfig, gpt_config, with_preset
 
 _OPEN_FILES = 1024
 """Where a process may open fewer, the doctor has something to say."""
@@ -28,6 +27,8 @@ def is_plain(config: TrainConfig, environ: Mapping[str, str]) -> bool:
     run = config.run
     if run.device == "cuda" or torch.cuda.is_available() or run.compile or run.dtype == "bfloat16":
         return False
+    if config.model.model != "gpt":
+        return False
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     threads = [environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in environ]
     if _FOR_THE_DOCTOR & environ.keys() or not all(n.isdigit() and 0 < int(n) <= cores for n in threads):
@@ -38,4 +39,14 @@ def is_plain(config: TrainConfig, environ: Mapping[str, str]) -> bool:
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return False
-    return shutil.disk_usage(existing).free >= checkpoints_bytes(config)
+    return shutil.disk_usage(existing).free >= _most_bytes(config)
+
+
+def _most_bytes(config: TrainConfig) -> int:
+    """More than the checkpoints of a GPT take on the disk."""
+    config = with_preset(config)
+    shape = gpt_config(config.model, vocab_size=config.data.vocab_size or 1)
+    embeddings = (2 + shape.value_tables) * (shape.vocab_size + 64) + shape.max_position_embeddings
+    layers = shape.n_layers * (4 * shape.d_model + 3 * shape.d_ff + 16)
+    weights_and_moments = 3 * shape.d_model * (embeddings + layers)
+    return 4 * weights_and_moments * (config.run.keep_checkpoints + config.run.keep_best + 1)

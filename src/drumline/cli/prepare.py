@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from drumline.config import OnError
+
+if TYPE_CHECKING:
+    from drumline.data import Prepared
 
 
 def prepare(
@@ -42,7 +46,7 @@ def prepare(
     """
     from drumline.data import Corpus, Recipe, Tokenizer
     from drumline.data import prepare as prepare_tokens
-    from drumline.report import prepared_lines, preparing
+    from drumline.report import preparing
 
     corpus = Corpus(source, field, on_error, valid, valid_fraction)
     recipe = Recipe(corpus, Tokenizer.load(tokenizer) if tokenizer else None, vocab_size)
@@ -52,3 +56,16 @@ def prepare(
         print(line)
     print(f"next:\n  drumline train --train_data_path {out}")
     return 0
+
+
+def prepared_lines(made: Prepared) -> list[str]:
+    """What was made, for people."""
+    text_mb = sum(split.text_bytes for split in made.manifest.splits.values()) / 1e6
+    how = f"{text_mb:.1f} MB of text in {made.seconds:.1f} s ({text_mb / made.seconds:.1f} MB/s)"
+    how = "there already" if made.reused else how
+    lines = [f"{made.path}: {how}, vocabulary {made.manifest.vocab_size:,}"]
+    for name, split in made.manifest.splits.items():
+        lines.append(f"  {name}.bin   {split.tokens:,} tokens of {split.documents:,} documents")
+    if made.skipped.count:
+        lines.append(f"skipped {made.skipped.count} unreadable; the first: {'; '.join(made.skipped.first)}")
+    return lines

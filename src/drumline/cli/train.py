@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from cyclopts import App, Group, Parameter
 
 from drumline.cli.app import PROCESS
 from drumline.config import (
-    LENGTHS,
     PRESETS,
     BatchConfig,
     DataConfig,
@@ -21,10 +19,7 @@ from drumline.config import (
     RecordConfig,
     RunConfig,
     TrainConfig,
-    flag,
-    read_settings,
 )
-from drumline.files import RunFolder
 from drumline.signals import raise_interrupts
 
 _DEFAULTS = TrainConfig()
@@ -96,37 +91,11 @@ def ranks_to_start(config: TrainConfig) -> int:
     """The number of ranks that this process should start; 0 if it is a rank already, or trains alone."""
     import torch
 
-    from drumline.parallel import find_place
+    from drumline.parallel import own_place
 
-    if "RANK" in os.environ or find_place(os.environ).size > 1:
+    if "RANK" in os.environ or own_place().size > 1:
         return 0
     on_gpus = config.run.device in ("auto", "cuda") and torch.cuda.is_available()
     wanted = config.ranks.nproc or (torch.cuda.device_count() if on_gpus else 1)
     alone = wanted == 1 and config.ranks.nproc is None and config.ranks.hosts == (1, 1)
     return 0 if alone else wanted
-
-
-def file_layers(words: Sequence[str]) -> list[tuple[Path, dict[str, Any]]]:
-    """Settings from files, the strongest first: those of --config, then those of the run that is resumed."""
-    files = []
-    config = flag(words, "config")
-    if config:
-        files.append((Path(config), read_settings(Path(config))))
-    run_dir = flag(words, "run_dir") or (files[0][1].get("run_dir") if files else None)
-    resume_from = flag(words, "resume_from")
-    stored = RunFolder(Path(run_dir)).config if run_dir else None
-    if (stored is None or not stored.exists()) and resume_from not in (None, "auto"):
-        # A new run that starts from another one's checkpoint: RUN, or RUN/checkpoints/step-N.
-        stored = RunFolder.named_by(Path(str(resume_from))).config
-    if stored is not None and stored.exists():
-        settings = read_settings(stored)
-        settings.pop("run_dir", None)  # --run_dir, if given, is the same or names a new run
-        files.append((stored, settings))
-    # One length of a run replaces another, whatever layer that one stands in.
-    given = {name for name in LENGTHS if flag(words, name) is not None}
-    for _, settings in files:
-        lengths = {name for name in LENGTHS if name in settings}
-        for name in lengths - given if given else ():
-            del settings[name]
-        given |= lengths
-    return files

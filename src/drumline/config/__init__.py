@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from drumline.config.model import GPTConfig, ModelSettings
     from drumline.config.options import plugin_options
     from drumline.config.presets import PRESETS, RECIPES, filled, gpt_config, preset, with_preset
-    from drumline.config.resolve import check_allowed, refuse_changes, resolved, with_stored_batch
+    from drumline.config.resolve import resolved
+    from drumline.config.resumed import check_allowed, refuse_changes, with_stored_batch
     from drumline.config.settings import (
         LENGTHS,
         OPTIMIZERS,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         TrainConfig,
         names_with,
     )
-    from drumline.config.toml_file import differences, from_settings, read_settings, sections, to_toml
+    from drumline.config.toml_file import differences, from_settings, read_settings, sections
+    from drumline.config.toml_text import to_toml
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from drumline.config.toml_file import toml_value
+from drumline.config.toml_text import toml_value
 from drumline.errors import ConfigError
 
 

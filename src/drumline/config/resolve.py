@@ -1,15 +1,9 @@
-"""The config of a run, from what was given and what an existing run has stored. No torch here."""
+"""The config of a run with nothing left open. No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from pathlib import Path
-
-from drumline.config.facts import did_you_mean
 from drumline.config.presets import gpt_config, with_preset
-from drumline.config.settings import SHORT_PARTS, BatchConfig, TrainConfig
-from drumline.config.toml_file import differences, sections
+from drumline.config.settings import SHORT_PARTS, TrainConfig
 from drumline.errors import ConfigError
 
 
@@ -23,41 +17,8 @@ def resolved(config: TrainConfig) -> TrainConfig:
             f"a context of {context} tokens cannot be split into {SHORT_PARTS} short ones",
             fix=f"choose --context as a multiple of {SHORT_PARTS}, or use --short_contexts 0",
         )
-    check_allowed(config.run.allow_change)
+    if config.run.allow_change:
+        from drumline.config.resumed import check_allowed
+
+        check_allowed(config.run.allow_change)
     return config
-
-
-def check_allowed(names: Iterable[str]) -> None:
-    """Refuse a name in --allow_change that no setting has."""
-    known = [name for section in sections().values() for name in section]
-    for name in names:
-        if name not in known:
-            raise ConfigError(
-                f"--allow_change {name} does not name a setting",
-                fix=did_you_mean(name, known, otherwise="use the name of a flag, without the dashes"),
-            )
-
-
-def with_stored_batch(batch: BatchConfig, stored: BatchConfig) -> BatchConfig:
-    """The batch of a run that is resumed: sequences per step stay the same, however many ranks there are now."""
-    if batch.global_batch_size not in (None, stored.global_batch_size):
-        return batch
-    return replace(
-        batch,
-        gradient_accumulation_steps=None,
-        global_batch_size=stored.global_batch_size,
-        batch_size=batch.batch_size or stored.batch_size,
-    )
-
-
-def refuse_changes(config: TrainConfig, stored: TrainConfig, *, run_dir: Path) -> None:
-    """Refuse to resume a run with settings that change what a step computes, except those in --allow_change."""
-    changed = differences(stored, config)
-    refused = {name: values for name, values in changed.items() if name not in config.run.allow_change}
-    if refused:
-        listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in refused.items())
-        allow = " ".join(f"--allow_change {name}" for name in refused)
-        raise ConfigError(
-            f"{run_dir} was started with other settings: {listed}",
-            fix=f"choose another --run_dir for a new run, or add {allow} to change this one",
-        )

@@ -6,10 +6,9 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Literal, get_type_hints
 
-from drumline.config.facts import check, check_positive, did_you_mean, setting
+from drumline.config.facts import check, check_positive, setting
 from drumline.config.model import ModelSettings
 from drumline.errors import ConfigError
-from drumline.plugins import is_plugin
 
 OPTIMIZERS = ("adamw", "muon")
 OnError = Literal["stop", "skip"]
@@ -135,12 +134,10 @@ class OptimConfig:
         check(self, **{name: 0.0 <= value < math.inf for name, value in given.items()})
         check(self, **{name: given[name] > 0.0 for name in above_0})
         check(self, **{name: given[name] < 1.0 for name in below_1}, **{n: given[n] <= 1.0 for n in at_most_1})
-        if self.optimizer is not None and self.optimizer not in OPTIMIZERS and not is_plugin(self.optimizer):
-            listed = f"choose one of {', '.join(OPTIMIZERS)}, or package.module:name of a function"
-            raise ConfigError(
-                f"there is no optimizer {self.optimizer!r}",
-                fix=did_you_mean(self.optimizer, OPTIMIZERS, otherwise=listed),
-            )
+        if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
+            from drumline.plugins import check_form
+
+            check_form("optimizer", self.optimizer, known=OPTIMIZERS)
         if (self.scale_lr == "none") != (self.base_batch_size is None):
             raise ConfigError(
                 f"scale_lr {self.scale_lr} and base_batch_size {self.base_batch_size} belong together",

@@ -1,11 +1,10 @@
-"""Config files: read and write run.toml, and say what differs between two configs.
+"""Config files: read a TOML file, and say what differs between two configs. toml_text.py writes them.
 
 A file has one table per section of TrainConfig; a setting may also stand at the top level, since names are unique.
 """
 
 from __future__ import annotations
 
-import json
 import tomllib
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -67,29 +66,6 @@ def _unknown(path: Path, shown: str, key: str, names: list[str]) -> UnknownKeyEr
             return UnknownKeyError(f"{path} sets {shown} in the wrong section", fix=f"move it to [{section}]")
     fix = did_you_mean(key, names, otherwise=f"known here: {', '.join(names)}")
     return UnknownKeyError(f"{path} sets {shown}, which is not a setting", fix=fix)
-
-
-def to_toml(config: TrainConfig) -> str:
-    """The whole config as a TOML file that --config reads back to the same config."""
-    lines: list[str] = []
-    tables = asdict(config)
-    options = tables["model"].pop("model_options")
-    for section, settings in tables.items():
-        lines.append(f"[{section}]")
-        # TOML has no null: a setting that is None is left out, which reads back as None.
-        lines += [f"{name} = {toml_value(value)}" for name, value in settings.items() if value is not None]
-        lines.append("")
-    if options:
-        lines += ["[model_options]", *(word.replace("=", " = ", 1) for word in options), ""]
-    return "\n".join(lines)
-
-
-def toml_value(value: Any) -> str:
-    """A setting's value as TOML."""
-    if isinstance(value, float):
-        return repr(value)
-    # JSON's strings, numbers, booleans and arrays are TOML's too, but for DEL, which TOML wants escaped.
-    return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def from_settings(settings: dict[str, Any]) -> TrainConfig:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from drumline.data.corpus import Corpus
     from drumline.data.opening import open_tokens, read_manifest
     from drumline.data.preparing import Prepared, Progress, ProgressCallback, Recipe, prepare
-    from drumline.data.tokenizer import StreamDecoder, Tokenizer
+    from drumline.data.tokenizer import Tokenizer
     from drumline.data.tokens import MANIFEST, TOKENIZER, FileRecord, TokenFile, is_tokens
     from drumline.data.training_data import Data, open_data
 

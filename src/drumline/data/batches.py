@@ -195,9 +195,11 @@ class TokenBatches:
         return self._context // SHORTER if step < self.short_steps else self._context
 
     def names(self, step: int, index: int | None = None) -> list[str]:
+        from drumline.data.opening import document_names
+
         names: dict[str, None] = {}  # in order, each once
         for window in visits(self, self._seed, step, index).tolist():
-            names |= dict.fromkeys(self._tokens.document_names(window * self._context, (window + 1) * self._context))
+            names |= dict.fromkeys(document_names(self._tokens, window * self._context, (window + 1) * self._context))
         return list(names)
 
 

@@ -1,12 +1,15 @@
-"""Documents that cannot stay whole: the end of a text is held out, or one is too long to be encoded at once."""
+"""Text that cannot stay whole: its end is held out, or a document is too long to be read or encoded at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import BinaryIO
 
 from drumline.data.corpus import Labelled, utf8_bytes
-from drumline.data.text_files import Document
+from drumline.data.text_files import PART_BYTES, Document
 
+LONGEST_LINE_BYTES = 4 << 20
+"""A line longer than this is cut inside, between two characters."""
 BREAK_CHARS = 100
 """How far before the wanted place a cut may move to fall between two words."""
 
@@ -41,3 +44,28 @@ def parts(document: Document, *, longest_bytes: int) -> Iterator[Document]:
             end = document.text.rfind("\n", start, end) + 1 or end
         yield Document(f"{document.name}#{number}", document.text[start:end])
         start = end
+
+
+def cut_plain(beginning: bytes, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Parts that end at a line's end, numbered from 1; what needs no cut is one part numbered 0.
+
+    beginning: what was read of the stream already
+    """
+    number, buffer, ended = 0, beginning, False
+    del beginning
+    while not ended:
+        while len(buffer) > PART_BYTES:
+            cut = buffer.rfind(b"\n", 0, PART_BYTES) + 1 or buffer.find(b"\n", PART_BYTES, LONGEST_LINE_BYTES) + 1
+            if not cut and len(buffer) > LONGEST_LINE_BYTES:
+                cut = LONGEST_LINE_BYTES
+                while cut > LONGEST_LINE_BYTES - 3 and buffer[cut] & 0xC0 == 0x80:  # inside a character
+                    cut -= 1
+            if cut in (0, len(buffer)):  # no line ends here yet, or perhaps nothing follows
+                break
+            number += 1
+            yield number, buffer[:cut]
+            buffer = buffer[cut:]
+        block = stream.read(PART_BYTES)
+        buffer, ended = buffer + block, not block
+    if buffer or not number:
+        yield (number + 1 if number else 0), buffer

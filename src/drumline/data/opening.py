@@ -6,6 +6,7 @@ The token files of nanoGPT (raw uint16), llm.c and modded-nanogpt (with a header
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -277,3 +278,14 @@ def _check_vocabulary(path: Path, tokens: npt.NDArray[Any], *, vocab_size: int) 
                 f"token {tokens[position]} at position {position} of {path} is outside the vocabulary of {vocab_size}",
                 fix="use the vocabulary the file was made with (--vocab_size), or make the tokens again",
             )
+
+
+def document_names(file: TokenFile, start: int, stop: int) -> list[str]:
+    """Names of the documents that have a token in start..stop-1; none where the file does not say."""
+    if file.document_ends is None or file.names_path is None or start >= stop:
+        return []
+    # uint64 needles: with Python ints numpy would first turn the whole map into float64.
+    inside = np.array([start, stop - 1], dtype=np.uint64)
+    first, last = np.searchsorted(file.document_ends, inside, side="right").tolist()
+    with open(file.names_path, encoding="utf-8", newline="\n") as lines:
+        return [line.rstrip("\n") for line in itertools.islice(lines, first, last + 1)]

@@ -1,4 +1,4 @@
-"""Sources that are not one file: folders, globs, functions (`package.module:name`) and Hugging Face data sets.
+"""Sources a user has: files, folders, globs, functions (`package.module:name`) and Hugging Face data sets.
 
 The only module that knows the hub's names, its file layout and the `datasets` package.
 """
@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drumline.data.sources import Files, Source, cannot_be_listed, check_split, size_and_time, walk
+from drumline.data.file_sources import Files, cannot_be_listed, check_split, size_and_time, walk
+from drumline.data.sources import Source
 from drumline.data.structured_files import file_kind, missing_field, string_value
 from drumline.data.text_files import PART_BYTES, STRUCTURED_SUFFIXES, Document, Reading
 from drumline.errors import DataError, MissingExtraError
@@ -55,8 +56,11 @@ _KINDS = "a file, a folder, a glob, builtin, package.module:name or a hub data s
 _GLOB_FIX = "try the pattern with ls; ** stands for folders only between slashes, as in 'data/**/*.txt'"
 
 
-def other_source(source: str, path: Path) -> Source:
-    """What a source string that is not a file means. path: the same with ~ expanded."""
+def other_source(source: str) -> Source:
+    """What a source string means. What exists on disk comes first."""
+    path = Path(source).expanduser()
+    if os.path.isfile(path):
+        return Files(str(path), lambda: [path])
     if not source.strip():
         raise DataError("the source is an empty string", fix=f"give {_KINDS}")
     try:

@@ -7,7 +7,7 @@ which is only imported for those.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -17,8 +17,6 @@ from drumline.errors import DataError
 
 PART_BYTES = 1 << 20
 """A plain text file longer than this is cut at a line's end into documents of about this size."""
-LONGEST_LINE_BYTES = 4 << 20
-"""A line longer than this is cut inside, between two characters."""
 STRUCTURED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".zst")
 
@@ -92,8 +90,15 @@ def read_file(path: Path, *, name: str, reading: Reading) -> Iterator[Document]:
 
 def read_plain(stream: BinaryIO, *, name: str, reading: Reading) -> Iterator[Document]:
     """The whole text as one document, or as several of about PART_BYTES."""
+    beginning, more = stream.read(PART_BYTES), stream.read(1)
+    parts: Iterable[tuple[int, bytes]] = [(0, beginning)]
+    if more:
+        from drumline.data.cutting import cut_plain
+
+        parts = cut_plain(beginning + more, stream)
+    del beginning  # a part is all that is kept
     line, offset = 1, 0
-    for number, part in _cut(stream):
+    for number, part in parts:
         text = decoded(part, name=name, line=line, offset=offset, reading=reading)
         if text is not None and (number or text.strip()):
             yield Document(f"{name}#{number}" if number else name, text)
@@ -101,26 +106,6 @@ def read_plain(stream: BinaryIO, *, name: str, reading: Reading) -> Iterator[Doc
             reading.bad(f"{name} is empty" + (" but for white space" if text else ""), fix=REMOVE_EMPTY)
         line += part.count(b"\n")
         offset += len(part)
-
-
-def _cut(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Parts that end at a line's end, numbered from 1; a stream that needs no cut is one part numbered 0."""
-    number, buffer = 0, b""
-    while block := stream.read(PART_BYTES):
-        buffer += block
-        while len(buffer) > PART_BYTES:
-            cut = buffer.rfind(b"\n", 0, PART_BYTES) + 1 or buffer.find(b"\n", PART_BYTES, LONGEST_LINE_BYTES) + 1
-            if not cut and len(buffer) > LONGEST_LINE_BYTES:
-                cut = LONGEST_LINE_BYTES
-                while cut > LONGEST_LINE_BYTES - 3 and buffer[cut] & 0xC0 == 0x80:  # inside a character
-                    cut -= 1
-            if cut in (0, len(buffer)):  # no line ends here yet, or perhaps nothing follows
-                break
-            number += 1
-            yield number, buffer[:cut]
-            buffer = buffer[cut:]
-    if buffer or not number:
-        yield (number + 1 if number else 0), buffer
 
 
 def decoded(data: bytes, *, name: str, line: int, offset: int, reading: Reading) -> str | None:

@@ -13,7 +13,6 @@ already is opened by `drumline.data.opening`.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -162,16 +161,6 @@ class TokenFile:
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"tokens {start} to {stop} of {len(self)}")
         return self.tokens[start:stop].astype(np.int64)
-
-    def document_names(self, start: int, stop: int) -> list[str]:
-        """Names of the documents that have a token in start..stop-1; none where the file does not say."""
-        if self.document_ends is None or self.names_path is None or start >= stop:
-            return []
-        # uint64 needles: with Python ints numpy would first turn the whole map into float64.
-        inside = np.array([start, stop - 1], dtype=np.uint64)
-        first, last = np.searchsorted(self.document_ends, inside, side="right").tolist()
-        with open(self.names_path, encoding="utf-8", newline="\n") as lines:
-            return [line.rstrip("\n") for line in itertools.islice(lines, first, last + 1)]
 
 
 def is_tokens(path: str | Path) -> bool:

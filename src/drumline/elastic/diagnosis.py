@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drumline.elastic.watch import Beat, Hang, read_pulse
-from drumline.parallel import Attempt, Pulse
+from drumline.parallel import Attempt, SupervisedPulse
 
 Kind = Literal["hang", "signal", "exception", "exit", "lost peer"]
 
@@ -39,7 +39,7 @@ _TORCH_DISTRIBUTED = ("torch", "distributed", "distributed_c10d.py")
 _TORCH_DDP = ("torch", "nn", "parallel", "distributed.py")
 _RANK_PROCESS = f'"{Path(__file__).with_name("rank_process.py")}"'
 """Where a rank's own stack begins."""
-_PULSE = Path(inspect.getfile(Pulse))
+_PULSE = Path(inspect.getfile(SupervisedPulse))
 
 
 @dataclass(frozen=True)

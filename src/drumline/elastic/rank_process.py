@@ -20,7 +20,7 @@ import psutil
 from drumline.elastic.diagnosis import record_cause
 from drumline.elastic.lifetime import die_with_parent
 from drumline.errors import EXIT_CRASHED, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError
-from drumline.parallel import Attempt, own_pulse
+from drumline.parallel import own_pulse
 from drumline.report import flush_console, is_to_tell, tell
 from drumline.signals import blocked, start_afresh
 
@@ -158,8 +158,8 @@ def _rank(environ: dict[str, str], work: Callable[[], Any]) -> None:
     from drumline.parallel import leave
 
     torch.set_num_threads(int(environ["OMP_NUM_THREADS"]))
-    if attempt := Attempt.current():
-        own_pulse().start(attempt, int(environ["RANK"]))
+    own_pulse.cache_clear()  # of the server, which this process was forked from
+    own_pulse().start(int(environ["RANK"]))
     code = _outcome(work)
     if code in (0, EXIT_STOPPED):
         leave()  # others may still read what this rank keeps

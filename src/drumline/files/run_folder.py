@@ -84,8 +84,10 @@ class RunFolder:
             ) from None
         try:
             if not lock.take(wait_s=wait_s):
+                from drumline.files.runs import holder
+
                 raise ConfigError(
-                    f"{self.path} is in use: {self._holder()} trains there",
+                    f"{self.path} is in use: {holder(self)} trains there",
                     fix="wait until it ends, stop it, or choose another --run_dir",
                 )
             with suppress(OSError):  # who holds it is for people to read: a full disk is no reason to stop
@@ -94,13 +96,6 @@ class RunFolder:
             yield
         finally:
             lock.close()
-
-    def _holder(self) -> str:
-        try:
-            holder = json.loads(self.lock.read_text(encoding="utf-8"))
-            return f"process {holder['pid']} on {holder['host']}"
-        except (OSError, ValueError, TypeError, KeyError):
-            return "another process"
 
     def read_status(self) -> dict[str, Any]:
         """What the run last said of itself; {} when it never did."""

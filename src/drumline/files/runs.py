@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 
@@ -51,3 +52,12 @@ def run_state(folder: RunFolder) -> str:
     state = str(status.get("state", "new"))
     runs_here = state in ("running", "restarting") and status.get("host") == socket.gethostname()
     return "lost" if runs_here and not psutil.pid_exists(int(status.get("pid", 0))) else state
+
+
+def holder(folder: RunFolder) -> str:
+    """Who trains in a folder that is in use."""
+    try:
+        process = json.loads(folder.lock.read_text(encoding="utf-8"))
+        return f"process {process['pid']} on {process['host']}"
+    except (OSError, ValueError, TypeError, KeyError):
+        return "another process"

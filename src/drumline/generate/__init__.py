@@ -1,6 +1,7 @@
 """A checkpoint -> text and held-out loss.
 
-sample: how tokens are chosen one after another, from any model that gives logits. loading: the model of a run's newest
+sample: how tokens are chosen one after another, from any model that gives logits. streaming: their text as it grows.
+loading: the model of a run's newest
 checkpoint. inference: a run asked to write, or evaluated on held-out tokens.
 """
 
@@ -10,6 +11,6 @@ from drumline.lazy import public
 
 if TYPE_CHECKING:
     from drumline.generate.inference import evaluate_run, sample_run
-    from drumline.generate.sample import SampleConfig, can_write, sample_text
+    from drumline.generate.sample import SampleConfig, can_write, generate
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

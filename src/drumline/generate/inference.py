@@ -9,9 +9,10 @@ from drumline.config import Device
 from drumline.data import open_data, open_tokens
 from drumline.errors import ConfigError
 from drumline.generate.loading import load_run
-from drumline.generate.sample import SampleConfig, can_write, sample_text
+from drumline.generate.sample import SampleConfig, can_write
+from drumline.generate.streaming import sample_text
 from drumline.model import token_objective
-from drumline.parallel import pick_device, pick_dtype
+from drumline.parallel import Place, World, pick_device, pick_dtype
 from drumline.train import Evaluation, Precision, evaluate
 
 
@@ -40,6 +41,7 @@ def evaluate_run(
         context=context,
         batch_size=batch_size,
         precision=Precision.of(where, pick_dtype(run.config.run.dtype, where)),
+        world=World(Place(), where),
         document_mask=run.config.data.document_mask,
     )
     return run.step, evaluation

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drumline.data import StreamDecoder, Tokenizer
 from drumline.errors import ConfigError, DataError
 from drumline.model import GPT, KVCache
 
@@ -121,17 +120,6 @@ def choose(logits: Tensor, settings: SampleConfig, generator: torch.Generator) -
         probabilities = probabilities.masked_fill(before >= settings.top_p, 0.0)
     drawn = int(torch.multinomial(probabilities, 1, generator=generator))
     return drawn if ids is None else int(ids[drawn])
-
-
-def sample_text(
-    model: nn.Module, tokenizer: Tokenizer, prompt: str, settings: SampleConfig, *, context: int | None
-) -> Iterator[str]:
-    """What the model writes after the prompt, piece by piece. context: of models other than a GPT"""
-    decoder = StreamDecoder(tokenizer)
-    ids = tokenizer.encode(prompt)
-    for token in generate(model, ids, settings, end_of_text=tokenizer.end_of_text, context=context):
-        yield decoder.push(token)
-    yield decoder.flush()
 
 
 def check_prompt(prompt_ids: list[int], *, vocab_size: int) -> None:

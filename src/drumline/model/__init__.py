@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.model.build import build_model, checked_plugin, flops_per_token, token_objective
+    from drumline.model.build import build_model, token_objective
+    from drumline.model.flops import flops_per_token
     from drumline.model.gpt import GPT, CausalSelfAttention, KVCache, RMSNorm, TransformerBlock
     from drumline.model.loss import (
         IGNORED,
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
         linear_cross_entropy,
         scaled_gradients,
     )
+    from drumline.model.plugin import checked_plugin
     from drumline.model.positions import one_before
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

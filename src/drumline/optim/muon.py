@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from drumline.lazy import room
-from drumline.optim.optimizers import suits_kernels
+from drumline.optim.suited import suits_kernels
 
 FIRST_MOMENTUM, MOMENTUM_STEPS = 0.85, 100
 """Momentum grows from this, over so many steps: early gradients are soon out of date."""

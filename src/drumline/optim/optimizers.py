@@ -5,7 +5,6 @@ Settings that an OptimConfig leaves open are the classic recipe's here; `presets
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -13,10 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from drumline.config import RECIPES, OptimConfig, filled
-from drumline.lazy import room
+from drumline.config import OPTIMIZERS, RECIPES, OptimConfig, filled
 from drumline.model import CausalSelfAttention
-from drumline.plugins import is_plugin, load_plugin
 
 T = TypeVar("T")
 
@@ -55,7 +52,9 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
 
     A group's rate at any time is the schedule's, whose peak is `optim.lr`, times the group's own "lr_ratio".
     """
-    if optim.optimizer is not None and is_plugin(optim.optimizer):
+    if optim.optimizer not in (None, *OPTIMIZERS):
+        from drumline.plugins import load_plugin
+
         made: torch.optim.Optimizer = load_plugin(optim.optimizer)(model, optim)
         return made
     optim = filled(optim, RECIPES["classic"])
@@ -68,7 +67,12 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
         rate = rates.get(kind, rates["head"])
         decayed = 0.0 if kind == "vectors" else decay
         groups.append({"params": parameters, "lr": rate, "lr_ratio": rate / lr, "weight_decay": decayed})
-    adamw = adamw_for(model)(
+    kind_of_adamw = torch.optim.AdamW
+    if all(p.is_cuda for p in model.parameters()):
+        from drumline.optim.suited import adamw_for
+
+        kind_of_adamw = adamw_for(model)
+    adamw = kind_of_adamw(
         [group for group in groups if group["params"]] or [{"params": []}],
         lr=lr,
         betas=(_known(optim.beta1), _known(optim.beta2)),
@@ -82,19 +86,6 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
     # Queries, keys and values are three matrices, although they are one parameter.
     row_parts = {part.qkv.weight: part.row_parts for part in model.modules() if isinstance(part, CausalSelfAttention)}
     return Muon(matrices, adamw, lr=lr, momentum=_known(optim.momentum), weight_decay=decay, row_parts=row_parts)
-
-
-def adamw_for(model: nn.Module) -> type[torch.optim.AdamW]:
-    """torch's, or where there are kernels for it ours, which computes the same."""
-    if not all(map(suits_kernels, model.parameters())):
-        return torch.optim.AdamW
-    return room("kernels").OnePassAdamW  # type: ignore[no-any-return]
-
-
-def suits_kernels(matrix: Tensor) -> bool:
-    """Whether Triton's kernels can be had for it."""
-    plain = matrix.dtype == torch.float32 and matrix.is_contiguous()
-    return matrix.is_cuda and plain and importlib.util.find_spec("triton") is not None
 
 
 def parameters_by_kind(model: nn.Module) -> dict[str, list[Tensor]]:

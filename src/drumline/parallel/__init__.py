@@ -6,20 +6,14 @@ from drumline.lazy import public
 
 if TYPE_CHECKING:
     from drumline.parallel.agreement import compare, odd_ones, settings
-    from drumline.parallel.attempt import (
-        ATTEMPT,
-        Attempt,
-        is_supervised,
-        promise_an_ending,
-        started_again,
-        tell_run_dir,
-    )
-    from drumline.parallel.hardware import allow_tf32, is_hopper, peak_flops, peak_memory_bytes, pick_device, pick_dtype
-    from drumline.parallel.heartbeat import CHECKSUM, PROGRESS, TICK, TICK_AT, Pulse, own_pulse, waiting_for, working
+    from drumline.parallel.attempt import Attempt
+    from drumline.parallel.gpus import is_hopper
+    from drumline.parallel.hardware import allow_tf32, peak_flops, peak_memory_bytes, pick_device, pick_dtype, versions
+    from drumline.parallel.heartbeat import ATTEMPT, Pulse, own_pulse, waiting_for, working
     from drumline.parallel.place import find_place, slurm_hosts
-    from drumline.parallel.software import digest, versions
     from drumline.parallel.stragglers import Pace, Stopwatch
     from drumline.parallel.strategies import Plain, Strategy, make_strategy
-    from drumline.parallel.world import Place, World, join, leave
+    from drumline.parallel.supervised import CHECKSUM, PROGRESS, TICK, TICK_AT, SupervisedPulse
+    from drumline.parallel.world import Place, World, join, leave, own_place
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -34,8 +34,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-ATTEMPT = "DRUMLINE_ATTEMPT"
-"""The variable that holds the folder of the present attempt."""
+from drumline.parallel.heartbeat import ATTEMPT
 
 
 @dataclass(frozen=True)
@@ -85,27 +84,3 @@ class Attempt:
         aside = path.with_name(f"{path.name}.{os.getpid()}")
         aside.write_text(text, encoding="utf-8")
         aside.replace(path)
-
-
-def promise_an_ending() -> None:
-    """Let the supervisor know that these ranks are to train: one that exits before it comes to its end is at fault."""
-    if attempt := Attempt.current():
-        attempt.to_end.touch()
-
-
-def tell_run_dir(path: Path) -> None:
-    """Let the supervisor know which run folder rank 0 chose; nothing where nobody supervises."""
-    if attempt := Attempt.current():
-        attempt.write(attempt.run_dir, str(path.absolute()))
-
-
-def is_supervised() -> bool:
-    """Whether a launcher of ours watches this rank, and ends it when need be."""
-    return ATTEMPT in os.environ
-
-
-def started_again() -> bool:
-    """Whether this launcher has started its ranks before."""
-    if attempt := Attempt.current():
-        return attempt.number > 1
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"

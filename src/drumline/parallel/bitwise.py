@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,14 @@ from torch import Tensor, nn
 from drumline.data import BatchPlan
 from drumline.parallel.heartbeat import waiting_for
 from drumline.parallel.world import World
+
+
+def fix_arithmetic(device: torch.device) -> None:
+    """Make results independent of the threads a launcher gave us, and of the order in which a GPU's threads add."""
+    torch.set_num_threads(1)  # a matrix product cut over another number of threads rounds differently
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 class Bitwise:

@@ -1,13 +1,14 @@
-"""What this machine computes on: device, number format, peak speed, memory in use."""
+"""What a run computes on and with: device, number format, peak speed, memory in use, versions."""
 
 from __future__ import annotations
 
-import os
+import platform
 import resource
 import sys
 
 import torch
 
+import drumline
 from drumline.config import Device, Dtype
 from drumline.errors import ConfigError
 
@@ -33,31 +34,6 @@ def pick_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether a device is an H100, an H200 or their like, which some kernels are made for."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-def fix_arithmetic(device: torch.device) -> None:
-    """Make results independent of the threads a launcher gave us, and of the order in which a GPU's threads add."""
-    torch.set_num_threads(1)  # a matrix product cut over another number of threads rounds differently
-    if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-
-
-def quicken_pinning() -> None:
-    """Let torch pin memory without holding up the GPU, unless somebody has settled how it allocates.
-
-    The driver takes no launches while it finds and pins gigabytes for the first checkpoint, which cost a run 0.65 s in
-    its first steps. Pages that are there already are pinned in a fraction of that. torch reads this when it first
-    touches CUDA.
-    """
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        wanted = "pinned_use_cuda_host_register:True,pinned_num_register_threads:4"
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", wanted)
-
-
 def allow_tf32() -> None:
     """TF32 for the products that stay float32, where the hardware has it: several times faster, 10 bits of mantissa."""
     torch.set_float32_matmul_precision("high")
@@ -67,10 +43,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Dense peak in FLOP/s, None where it is not known."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
-    from drumline.parallel.peaks import PEAK_TFLOPS
+    from drumline.parallel.gpus import peak_of
 
-    name = torch.cuda.get_device_name(device)
-    return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
+    return peak_of(torch.cuda.get_device_name(device))
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -79,3 +54,15 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def versions() -> dict[str, str]:
+    """Written into checkpoints, and compared between ranks."""
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"  # type: ignore[no-untyped-call]
+    return {
+        "drumline": drumline.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": str(torch.version.cuda),
+        "nccl": nccl,
+    }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from drumline.config import Backend, Device
-from drumline.parallel.hardware import fix_arithmetic, pick_device, quicken_pinning
+from drumline.parallel.hardware import pick_device
 
 T = TypeVar("T")
 
@@ -82,24 +82,30 @@ class World:
         return tensor
 
 
+def own_place() -> Place:
+    """This process's place among the ranks; a single process where no launcher says otherwise."""
+    if not {"RANK", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():
+        return Place()
+    from drumline.parallel.place import find_place
+
+    return find_place(os.environ)
+
+
 def join(*, device: Device = "auto", backend: Backend = "auto", bitwise: bool = False) -> World:
     """Take this process's place among the ranks. The group is torn down by `leave`, or when the process ends.
 
     bitwise: also make this process compute the same bits as any other would
     """
-    place = Place()
-    if {"RANK", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():
-        from drumline.parallel.place import find_place
-
-        place = find_place(os.environ)
+    place = own_place()
     where = pick_device(device)
     if bitwise:
+        from drumline.parallel.bitwise import fix_arithmetic
+
         fix_arithmetic(where)
     if where.type == "cuda":
-        quicken_pinning()
-        # Before anything else touches CUDA: a rank that starts on GPU 0 leaves a context of its own there.
-        where = torch.device("cuda", place.local_rank % torch.cuda.device_count())
-        torch.cuda.set_device(where)
+        from drumline.parallel.gpus import take_gpu
+
+        where = take_gpu(place.local_rank)
     if place.size == 1 and "RANK" not in os.environ:
         return World(place, where)
     from drumline.parallel.group import join_group

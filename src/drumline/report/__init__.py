@@ -5,19 +5,11 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
+    from drumline.report.errors import is_to_tell, tell
     from drumline.report.plots import plot_loss, save_figure
-    from drumline.report.preparation import prepared_lines, preparing
-    from drumline.report.records import (
-        JsonlSink,
-        Record,
-        Records,
-        Sink,
-        Speed,
-        flush_console,
-        forget_after,
-        is_to_tell,
-        tell,
-    )
+    from drumline.report.preparation import preparing
+    from drumline.report.records import JsonlSink, Record, Records, Sink, Speed, flush_console
+    from drumline.report.rewinding import forget_after
     from drumline.report.runs import list_runs
     from drumline.report.terminal import print_checkpoints, print_line, print_runs, print_table
     from drumline.report.trackers import open_trackers

@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from drumline.errors import DrumlineError
-from drumline.files import LineFile, PostponedError, publish
+from drumline.files import LineFile, PostponedError
 from drumline.units import count, duration
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 Record = dict[str, Any]
 _CONSOLE = "the console"
@@ -69,21 +69,27 @@ class Records:
         else:
             self._works(what)
 
-    def start_progress(self, total_steps: int) -> None:
-        """From here on records are of a run this long; on a terminal a bar shows how far it is."""
+    @contextmanager
+    def showing_progress(self, total_steps: int) -> Iterator[None]:
+        """Inside, records are of a run this long; on a terminal a bar shows how far it is."""
         self._total_steps = total_steps
         if sys.stdout.isatty() and not self._silent:
-            self._bar = _bar(total_steps)
-            self._bar.start()
+            from drumline.report.bars import training_bar
 
-    def stop_progress(self) -> None:
+            self._bar = training_bar(total_steps)
+            self._bar.start()
+        try:
+            yield
+        finally:
+            self._stop_progress()
+
+    def _stop_progress(self) -> None:
         if self._bar is not None:
             bar, self._bar = self._bar, None
             with suppress(OSError, ValueError):  # the terminal is gone
                 bar.stop()
 
     def close(self) -> None:
-        self.stop_progress()
         for sink in list(self._sinks):
             try:
                 sink.close()
@@ -110,7 +116,7 @@ class Records:
             elif not self._silent:
                 print(text, flush=True)
         except (OSError, ValueError) as error:  # ValueError: closed, or of an encoding that lacks a character
-            self.stop_progress()
+            self._stop_progress()
             raise OSError(str(error)) from error
 
     def _fails(self, thing: object, what: str, error: OSError) -> None:
@@ -119,7 +125,7 @@ class Records:
         self._failing[thing] = what
         text = f"warning: {what} cannot be written ({error.strerror or error}); the run goes on and tries again"
         if what == _CONSOLE:
-            _to_stderr(text)
+            to_stderr(text)
         self._line(text)
 
     def _works(self, thing: object) -> None:
@@ -131,20 +137,6 @@ class Records:
         self._line(f"warning: {type(sink).__name__} failed and gets no more records ({type(error).__name__}: {error})")
 
 
-def is_to_tell() -> bool:
-    """Whether this rank prints an error. Until the ranks are connected, those of a host make the same mistakes."""
-    connected = "torch" in sys.modules and sys.modules["torch"].distributed.is_initialized()
-    return connected or os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def tell(error: DrumlineError) -> None:
-    """What is wrong and what to do, on stderr; unless another rank tells it."""
-    if not error.told:
-        lines = [f"error: {' '.join(error.problem.split())}", *(f"  {line}" for line in error.details)]
-        _to_stderr("\n".join([*lines, f"  fix: {' '.join(error.fix.split())}"]))
-        publish({"event": "error", "time": time.time(), **error.as_dict()})
-
-
 def flush_console() -> None:
     """Write out what was printed; where nobody can read it any more, or never could, that is all right."""
     for stream in (sys.stdout, sys.stderr):
@@ -152,7 +144,7 @@ def flush_console() -> None:
             stream.flush()
 
 
-def _to_stderr(text: str) -> None:
+def to_stderr(text: str) -> None:
     with suppress(OSError, ValueError):  # there is nowhere left to say it
         print(text, file=sys.stderr, flush=True)
 
@@ -183,29 +175,11 @@ class JsonlSink:
 def read_metrics(path: Path) -> list[Record]:
     """All records of a metrics.jsonl; a last line cut short by a crash is left out."""
     lines = path.read_bytes().splitlines() if path.exists() else []
-    return [record for line in lines if (record := _parsed(line)) is not None]
+    return [record for line in lines if (record := parsed(line)) is not None]
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Drop the records of steps that a resumed run will do again, so that none appears twice.
-
-    Records lie in the order of their steps, so those are the file's end. Cutting it off is done at once or not at all,
-    and needs no room on the disk.
-    """
-    content = path.read_bytes() if path.exists() else b""
-    end = kept = 0
-    for line in content.splitlines(keepends=True):
-        end += len(line)
-        record = _parsed(line)
-        if record is not None and record["step"] > step:
-            break
-        if record is not None and line.endswith(b"\n"):
-            kept = end
-    if kept < len(content):
-        os.truncate(path, kept)
-
-
-def _parsed(line: bytes) -> Record | None:
+def parsed(line: bytes) -> Record | None:
+    """A line of metrics.jsonl; None where it is not whole."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -255,16 +229,3 @@ class Speed:
         start = time.perf_counter()
         yield
         self._since += time.perf_counter() - start
-
-
-def _bar(total_steps: int) -> Progress:
-    bar = Progress(
-        TextColumn("training"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        transient=True,
-    )
-    bar.add_task("training", total=total_steps)
-    return bar

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from drumline.checkpoint import Saver, find_snapshots
 from drumline.errors import DrumlineError, TrainingError
 from drumline.files import Journal, RunFolder
-from drumline.parallel import Pulse, is_supervised, own_pulse, versions
-from drumline.report import JsonlSink, Record, Records
+from drumline.parallel import Pulse, own_pulse, versions
+from drumline.report import Record, Records
 from drumline.signals import stopping
 from drumline.train.guard import Guard, ReplicaDriftError
 from drumline.train.history import History
@@ -20,24 +20,22 @@ from drumline.train.setup import Intervals, Setup
 
 if TYPE_CHECKING:
     from drumline.checkpoint import Snapshots
-    from drumline.parallel import Pace
 
 
 @contextmanager
 def assembled(
-    setup: Setup, intervals: Intervals, *, evaluate: Callable[[Pulse], Record] | None = None
+    setup: Setup, intervals: Intervals, records: Records, *, evaluate: Callable[[Pulse], Record] | None = None
 ) -> Iterator[Loop]:
     """The loop of a run, ready to `run()`."""
     world, folder = setup.world, setup.folder
     with ExitStack() as open_parts:
-        records = open_parts.enter_context(_reporting(setup, intervals))
-        stop = open_parts.enter_context(stopping(supervised=is_supervised()))
+        open_parts.enter_context(records.showing_progress(intervals.total_steps))
+        pulse = own_pulse()
+        stop = open_parts.enter_context(stopping(supervised=pulse.is_supervised))
         journal = Journal(folder, attempt=records.attempt, writes=world.is_rank0)
         open_parts.enter_context(_failures_named(folder, journal, intervals))
-        pulse = own_pulse()
         tell = partial(_tell, records, journal, intervals)
         guard = Guard(setup.guard_rules, world, setup.batches, setup.step.precision, tell=tell)
-        pace = _pace(setup, pulse, tell)
         snapshots = find_snapshots(folder, world, takes=intervals.snapshot_every > 0)
         saver = open_parts.enter_context(_saving(setup, intervals, snapshots, pulse, tell))
         history = History(
@@ -50,6 +48,11 @@ def assembled(
             journal=journal,
             tell=tell,
         )
+        pace, compare = None, None
+        if world.size > 1:
+            from drumline.train.ranks import comparison, measured_pace
+
+            pace, compare = measured_pace(setup, pulse, tell), comparison(setup, history, tell)
         pulse.at("starting", 0)
         yield Loop(
             setup=setup,
@@ -61,7 +64,7 @@ def assembled(
             pulse=pulse,
             pace=pace,
             stop=stop,
-            compare_replicas=_comparison(setup, history, tell),
+            compare_replicas=compare,
             evaluate=partial(evaluate, pulse) if evaluate else None,
         )
 
@@ -77,26 +80,6 @@ def _tell(records: Records, journal: Journal, intervals: Intervals, message: str
     journal.event(facts.pop("event"), **facts)
     if event["event"] == "saved":
         journal.status("running", step=event["step"], total_steps=intervals.total_steps)
-
-
-def _pace(setup: Setup, pulse: Pulse, tell: Tell) -> Pace | None:
-    if setup.world.size == 1:
-        return None
-    from drumline.parallel import Pace
-
-    return Pace(setup.world, setup.batches.plan, pulse, tell=tell)
-
-
-def _comparison(setup: Setup, history: History, tell: Tell) -> Callable[[int], None] | None:
-    if setup.world.size == 1:
-        return None
-    from drumline.train.trouble import compare_replicas
-
-    def compare(step: int) -> None:
-        history.share_statistics()
-        compare_replicas(setup.step.model, setup.world, step, tell=tell)
-
-    return compare
 
 
 @contextmanager
@@ -122,23 +105,6 @@ def _saving(
         raise
     finally:
         saver.close()
-
-
-@contextmanager
-def _reporting(setup: Setup, intervals: Intervals) -> Iterator[Records]:
-    """Rank 0's records while the loop runs; other ranks are silent."""
-    if not setup.world.is_rank0:
-        yield Records([], log=None, silent=True)
-        return
-    setup.folder.checkpoints.mkdir(parents=True, exist_ok=True)
-    records = setup.records or Records([JsonlSink(setup.folder.metrics)], log=setup.folder.log)
-    records.start_progress(intervals.total_steps)
-    try:
-        yield records
-    finally:
-        records.stop_progress()
-        if records is not setup.records:
-            records.close()
 
 
 @contextmanager

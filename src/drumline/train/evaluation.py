@@ -38,7 +38,7 @@ def evaluate(
     context: int,
     batch_size: int,
     precision: Precision,
-    world: World | None = None,
+    world: World,
     windows: int | None = None,
     document_mask: bool = False,
     each_batch: Callable[[], None] = lambda: None,
@@ -50,9 +50,9 @@ def evaluate(
     chosen = (
         list(range(total)) if windows is None or windows >= total else [i * total // windows for i in range(windows)]
     )
-    if world is not None:  # each rank takes a contiguous part; some may be empty
-        bounds = [len(chosen) * rank // world.size for rank in (world.rank, world.rank + 1)]
-        chosen = chosen[bounds[0] : bounds[1]]
+    # Each rank takes a contiguous part; some may be empty.
+    bounds = [len(chosen) * rank // world.size for rank in (world.rank, world.rank + 1)]
+    chosen = chosen[bounds[0] : bounds[1]]
     was_training = model.training
     model.eval()
     nats, counted = 0.0, 0
@@ -68,12 +68,10 @@ def evaluate(
         counted += int((batch[1] != -100).sum())
         each_batch()
     model.train(was_training)
-    if world is not None:
-        device = torch.float64 if precision.device.type != "mps" else torch.float32
-        own = torch.tensor([nats, counted], dtype=device, device=precision.device)
-        with waiting_for("the sum of the held-out losses"):
-            nats, total_counted = world.sum(own).tolist()
-        counted = round(total_counted)
+    dtype = torch.float64 if precision.device.type != "mps" else torch.float32
+    own = torch.tensor([nats, counted], dtype=dtype, device=precision.device)
+    with waiting_for("the sum of the held-out losses"):
+        nats, counted = world.sum(own).tolist()
     loss = nats / counted
     bits = loss / math.log(2) * len(tokens) / tokens.text_bytes if tokens.text_bytes else None
-    return Evaluation(loss=loss, tokens=counted, bits_per_byte=bits)
+    return Evaluation(loss=loss, tokens=round(counted), bits_per_byte=bits)

@@ -46,8 +46,6 @@ class GuardRules:
     spike_factor: float | None = None
     """A loss this many times the median of the last ones goes back to a checkpoint; None: never."""
     max_rollbacks: int = 5
-    check_replicas_every: int | None = None
-    """Steps between comparisons of the ranks' weights, beside those before each checkpoint."""
 
     @property
     def may_go_back(self) -> bool:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drumline.checkpoint import RunState, Saver, has_begun, valid_ones, weights
+from drumline.checkpoint import RunState, Saver, has_begun, weights
 from drumline.files import Journal
 from drumline.parallel import waiting_for
-from drumline.report import Records, forget_after
+from drumline.report import Records
 from drumline.train.guard import Guard
-from drumline.train.setup import Intervals, Setup, due
+from drumline.train.setup import Intervals, Setup
 
 if TYPE_CHECKING:
     from drumline.checkpoint import Snapshots
@@ -79,24 +80,18 @@ class History:
 
     def go_back(self, step: int) -> int:
         """To the newest checkpoint, and from there on without the data of the steps since."""
+        from drumline.train.trouble import rolled_back, step_to_go_back_to
+
         self._saver.wait()
         self._saver.forget_snapshots()
-        state = self._restore(self._world.on_rank0(self._where_to_go_back))
+        where = partial(step_to_go_back_to, self._folder, self._intervals.save_every, warn=self._records.say)
+        state = self._restore(self._world.on_rank0(where))
         assert state is not None  # a run that may go back saves before its first step
         self._saver.saved_step = state.step
         left_out = self.data_step(step) + 1 - self.data_step(state.step)
         self._detours.append([state.step, left_out])
-        self._tell(
-            f"went back from step {step + 1:,} to {state.step:,}; the data of {left_out} steps are left out",
-            {"event": "rollback", "step": step + 1, "to": state.step, "left_out_steps": left_out},
-        )
+        self._tell(*rolled_back(step + 1, state.step, left_out))
         return state.step
-
-    def _where_to_go_back(self) -> str:
-        """The newest step that was due to be saved: where a run was stopped by a signal must not decide its course."""
-        valid = valid_ones(self._folder.checkpoints, warn=self._records.say)
-        every = self._intervals.save_every
-        return next((str(each.step) for each in valid if due(each.step, every, 0)), "auto")
 
     def _restore(self, resume_from: str) -> RunState | None:
         state = None
@@ -118,8 +113,10 @@ class History:
             self._step.precision.scaler.load_state_dict(state.scaler)
             self._guard.losses.clear()
             self._guard.losses.extend(state.losses)
-        if self._world.is_rank0:
-            metrics = self._folder.metrics
+        metrics = self._folder.metrics
+        if self._world.is_rank0 and metrics.exists():
+            from drumline.report import forget_after
+
             self._records.attempt(str(metrics), lambda: forget_after(metrics, state.step if state else -1))
         return state
 

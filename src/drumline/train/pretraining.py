@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,36 +16,22 @@ import torch
 from torch import nn
 
 from drumline.checkpoint import Retention, check_resume, what_to_resume
-from drumline.config import (
-    TrainConfig,
-    from_settings,
-    preset,
-    read_settings,
-    refuse_changes,
-    resolved,
-    to_toml,
-    with_stored_batch,
-)
+from drumline.config import TrainConfig, preset, resolved, to_toml
 from drumline.data import Data, ProgressCallback, TokenBatches, mix, open_data, plan_batches
 from drumline.errors import EXIT_STOPPED
 from drumline.files import RunFolder, choose_folder, replace_text
 from drumline.lazy import room
-from drumline.model import build_model, checked_plugin, flops_per_token, token_objective
+from drumline.model import build_model, token_objective
 from drumline.optim import learning_rate, make_optimizer, scaled
 from drumline.parallel import (
     Pulse,
     World,
     allow_tf32,
-    digest,
-    is_hopper,
-    is_supervised,
     join,
     leave,
     make_strategy,
+    own_pulse,
     pick_dtype,
-    promise_an_ending,
-    started_again,
-    tell_run_dir,
 )
 from drumline.report import JsonlSink, Record, Records, Sink, preparing
 from drumline.train.assembly import assembled
@@ -58,7 +45,7 @@ from drumline.train.summary import conclude, introduction
 
 def pretrain(config: TrainConfig, *, progress: ProgressCallback | None = None) -> FitResult:
     """Train as the config says, in its run folder, from wherever that run is; every rank calls this."""
-    promise_an_ending()
+    own_pulse().promise_an_ending()
     world = join(device=config.run.device, backend=config.ranks.backend, bitwise=config.ranks.bitwise)
     try:
         return _pretrain(config, world, progress)
@@ -82,14 +69,14 @@ def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | No
     config = world.on_all_ranks(lambda: _settled(config, folder, stored, world))
     with ExitStack() as open_parts:
         world.on_rank0(lambda: open_parts.enter_context(folder.hold()))
-        tell_run_dir(folder.path)
+        own_pulse().tell_run_dir(folder.path)
         total_steps = _total_steps(config, folder, data, world)
         records = world.on_all_ranks(lambda: _open_records(config, folder, data, world))
         open_parts.callback(records.close)
         setup = _setup(config, folder, data, world, records, total_steps=total_steps)
         intervals = _intervals(config, total_steps=total_steps)
         records.say("\n".join([*introduction(config, data, setup, total_steps=total_steps), *_advice()]))
-        with assembled(setup, intervals, evaluate=_evaluator(config, data, setup)) as loop:
+        with assembled(setup, intervals, records, evaluate=_evaluator(config, data, setup)) as loop:
             result = loop.run()
         return conclude(config, data, setup, records, result) if world.is_rank0 else result
 
@@ -106,6 +93,8 @@ def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
     """With the preset's settings; refuses what cannot work before any text is prepared."""
     config = resolved(config)
     if config.model.model != "gpt":
+        from drumline.model import checked_plugin
+
         checked_plugin(config)
     if config.run.fp8:
         room("kernels").check_fp8(config, device)
@@ -114,13 +103,20 @@ def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
 
 def _stored(folder: RunFolder, world: World) -> TrainConfig | None:
     """What the run was started with, as rank 0 finds it: other hosts may not see the folder."""
-    stored = world.on_rank0(lambda: read_settings(folder.config) if folder.config.exists() else None)
-    return from_settings(stored) if stored is not None else None
+    if not world.on_rank0(folder.config.exists):
+        return None
+    from drumline.config import from_settings, read_settings
+
+    return from_settings(world.on_rank0(lambda: read_settings(folder.config)))
 
 
 def _settled(config: TrainConfig, folder: RunFolder, stored: TrainConfig | None, world: World) -> TrainConfig:
     """The config with what only the run folder can tell: the size of a step, and the folder itself."""
-    batch = config.batch if stored is None else with_stored_batch(config.batch, stored.batch)
+    batch = config.batch
+    if stored is not None:
+        from drumline.config import with_stored_batch
+
+        batch = with_stored_batch(batch, stored.batch)
     plan = plan_batches(batch, default_batch_size=preset(config.model.preset).batch_size, world_size=world.size)
     plan.share(world.rank, world.size)  # refuses more ranks than micro-batches
     batch = replace(
@@ -128,6 +124,8 @@ def _settled(config: TrainConfig, folder: RunFolder, stored: TrainConfig | None,
     )
     settled = replace(config, batch=batch, run=replace(config.run, run_dir=str(folder.path)))
     if stored is not None:
+        from drumline.config import refuse_changes
+
         refuse_changes(settled, stored, run_dir=folder.path)
     return settled
 
@@ -201,7 +199,7 @@ def _setup(
         batches=batches,
         seed=run.seed,
         lr=partial(learning_rate, optim=optim, total_steps=total_steps),
-        resume_from=what_to_resume(run.resume_from, folder, world, started_again=started_again()),
+        resume_from=what_to_resume(run.resume_from, folder, world, started_again=own_pulse().started_again),
         allow_change=run.allow_change,
         retention=Retention(last=run.keep_checkpoints, every=run.keep_every, best=run.keep_best),
         guard_rules=GuardRules(
@@ -211,16 +209,21 @@ def _setup(
             max_rollbacks=run.max_rollbacks,
         ),
         facts=facts,
-        config_sha256=digest(to_toml(config)),
-        flops_per_item=lambda at: flops_per_token(model, context=batches.context_of(at)) * batches.tokens_per_item,
-        records=records,
+        config_sha256=hashlib.sha256(to_toml(config).encode()).hexdigest()[:12],
+        flops_per_item=lambda at: _flops(model, batches, at),
     )
+
+
+def _flops(model: nn.Module, batches: TokenBatches, step: int) -> float:
+    """Of one sequence."""
+    from drumline.model import flops_per_token
+
+    return flops_per_token(model, context=batches.context_of(step)) * batches.tokens_per_item
 
 
 def _model(config: TrainConfig, data: Data, world: World) -> nn.Module:
     torch.manual_seed(mix(config.run.seed))
-    has_kernels = config.run.fp8 or (is_hopper(world.device) and not config.ranks.bitwise)
-    built = room("kernels").with_kernels(config, world.device) if has_kernels else config
+    built = room("kernels").with_kernels(config, world.device) if world.device.type == "cuda" else config
     return world.on_all_ranks(lambda: build_model(built, vocab_size=data.vocab_size)).to(world.device)
 
 
@@ -251,7 +254,7 @@ def _intervals(config: TrainConfig, *, total_steps: int) -> Intervals:
     tenth = max(1, total_steps // 10)
     save_every = run.save_every or tenth
     # Copies in memory are for ranks that are started again; a process that nobody starts again leaves none behind.
-    restarted = is_supervised() or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    restarted = own_pulse().is_supervised or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     snapshot_every = max(1, save_every // 10) if restarted else 0
     return Intervals(
         total_steps=total_steps,

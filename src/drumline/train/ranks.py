@@ -1,7 +1,8 @@
-"""What several ranks do before they train: read the data in turn, and agree that they train the same run."""
+"""What only several ranks do: read the data in turn, agree that they train the same run, and compare themselves."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -9,7 +10,12 @@ from torch import nn
 from drumline.checkpoint import weights_sha256
 from drumline.config import TrainConfig
 from drumline.data import Data, ProgressCallback, open_data
-from drumline.parallel import World, compare, settings, versions
+from drumline.parallel import Pace, Pulse, World, compare, settings, versions
+from drumline.train.history import History
+from drumline.train.setup import Setup
+from drumline.train.trouble import compare_replicas
+
+Tell = Callable[[str, dict[str, Any]], None]
 
 
 def open_in_turn(config: TrainConfig, world: World, progress: ProgressCallback | None) -> Data:
@@ -28,3 +34,18 @@ def agree(world: World, config: TrainConfig, data: Data, model: nn.Module, *, fa
         "initial weights": weights_sha256(model),
     }
     compare(world, {**versions(), **settings(config), **facts, **origins})
+
+
+def measured_pace(setup: Setup, pulse: Pulse, tell: Tell) -> Pace:
+    """Compares the ranks' times."""
+    return Pace(setup.world, setup.batches.plan, pulse, tell=tell)
+
+
+def comparison(setup: Setup, history: History, tell: Tell) -> Callable[[int], None]:
+    """What raises where the ranks no longer have the same weights."""
+
+    def compare_weights(step: int) -> None:
+        history.share_statistics()
+        compare_replicas(setup.step.model, setup.world, step, tell=tell)
+
+    return compare_weights

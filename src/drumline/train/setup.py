@@ -11,7 +11,6 @@ from drumline.checkpoint import Retention
 from drumline.data import Batches
 from drumline.files import RunFolder
 from drumline.parallel import World
-from drumline.report import Records
 from drumline.train.guard import GuardRules
 from drumline.train.step import Step
 
@@ -37,8 +36,6 @@ class Setup:
     """Of the settings, for the checkpoints' manifests."""
     flops_per_item: Callable[[int], float] | None = None
     """Of each step, for MFU."""
-    records: Records | None = None
-    """Where to report; None: the run folder and the console."""
 
     def all_facts(self) -> dict[str, Any]:
         plan = self.batches.plan

@@ -14,20 +14,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from drumline.parallel import is_hopper, waiting_for
+from drumline.lazy import room
+from drumline.parallel import waiting_for
 
 if TYPE_CHECKING:
     from drumline.parallel import Stopwatch, Strategy
-
-# On Hopper, the first that can do what is asked: cuDNN's is the fastest, and stands back where bits must repeat.
-_ATTENTION = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 
 Objective = Callable[[nn.Module, Any], Tensor]
 """(model, micro-batch on the device) -> the loss SUMMED over what counts in it: tokens, or samples."""
@@ -48,11 +40,11 @@ class Precision:
     @contextlib.contextmanager
     def autocast(self) -> Iterator[None]:
         """Wrap forward only; autograd reuses these dtypes in backward."""
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as contexts:
             if self.dtype != torch.float32:
-                held.enter_context(torch.autocast(self.device.type, dtype=self.dtype))
-            if is_hopper(self.device):
-                held.enter_context(sdpa_kernel(_ATTENTION, set_priority=True))
+                contexts.enter_context(torch.autocast(self.device.type, dtype=self.dtype))
+            if self.device.type == "cuda":
+                contexts.enter_context(room("kernels").fastest_attention(self.device))
             yield
 
 
@@ -151,9 +143,8 @@ class Step:
         if lr is not None:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_ratio", 1.0)
-        if getattr(optimizer, "_step_supports_amp_scaling", False) and not scaler.is_enabled():
-            read = _start_reading(numbers)
-            _update_unread(optimizer, numbers[0], norm, grad_clip=self.grad_clip)
+        if _may_update_unread(numbers, optimizer) and not scaler.is_enabled():
+            read = room("kernels").update_unread(optimizer, numbers, norm, grad_clip=self.grad_clip)
             return lambda: _result(read())
         with waiting_for("the sums of gradients and losses on its device"):
             result = _result(numbers.tolist())
@@ -163,6 +154,11 @@ class Step:
             scaler.step(optimizer)
         scaler.update()
         return lambda: result
+
+
+def _may_update_unread(numbers: Tensor, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the device can go on to the update while the host waits for the numbers; a CPU is the host."""
+    return numbers.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def _result(numbers: list[float]) -> StepResult:
@@ -176,37 +172,6 @@ def _result(numbers: list[float]) -> StepResult:
         save=save > 0,
         work_s=tuple(work_s),
     )
-
-
-def _start_reading(numbers: Tensor) -> Callable[[], list[float]]:
-    """Begin to copy numbers to the host; what comes back waits for them, but not for what the device is given next."""
-    if not numbers.is_cuda:
-        return numbers.tolist
-    copied = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    arrived.record()
-
-    def read() -> list[float]:
-        with waiting_for("the sums of gradients and losses on its device"):
-            arrived.synchronize()
-        return copied.tolist()
-
-    return read
-
-
-def _update_unread(optimizer: torch.optim.Optimizer, loss: Tensor, norm: Tensor, *, grad_clip: float) -> None:
-    """Clip and update before the host knows the numbers: the optimizer itself does nothing where they are not finite.
-
-    So the device goes from backward to the update without a pause, and the host prepares the next step meanwhile.
-    These two attributes are how torch's GradScaler does the same.
-    """
-    held: Any = optimizer
-    held.grad_scale = (norm.float() / grad_clip).clamp(min=1.0) if grad_clip > 0.0 else torch.ones_like(norm)
-    held.found_inf = 1.0 - (loss.isfinite() & norm.isfinite()).float()
-    try:
-        optimizer.step()
-    finally:
-        del held.grad_scale, held.found_inf
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -78,8 +78,11 @@ def _show_results(config: TrainConfig, data: Data, setup: Setup, records: Record
     if data.tokenizer is not None and generate.can_write(setup.step.model):
         prompt = config.records.sample_prompt
         settings = generate.SampleConfig(max_tokens=SAMPLE_TOKENS, seed=config.run.seed)
-        pieces = generate.sample_text(setup.step.model, data.tokenizer, prompt, settings, context=config.model.context)
-        indented = "\n".join(f"  | {line}" for line in (prompt + "".join(pieces)).splitlines())
+        tokenizer, context = data.tokenizer, config.model.context
+        ids = generate.generate(
+            setup.step.model, tokenizer.encode(prompt), settings, end_of_text=tokenizer.end_of_text, context=context
+        )
+        indented = "\n".join(f"  | {line}" for line in (prompt + tokenizer.decode(list(ids))).splitlines())
         records.say(f"\nwhat the model writes now:\n{indented}")
     records.say(
         f"\nfinished: {folder.path} (loss curve: {folder.loss_plot})\n"

@@ -19,6 +19,7 @@ from drumline.data import BatchPlan, plan_batches, visits
 from drumline.errors import ConfigError, DataError
 from drumline.files import RunFolder
 from drumline.parallel import join, make_strategy, pick_dtype, versions
+from drumline.report import JsonlSink, Records
 from drumline.train.assembly import assembled
 from drumline.train.guard import GuardRules
 from drumline.train.loop import FitResult
@@ -123,7 +124,11 @@ class Trainer:
         with ExitStack() as open_parts:
             world.on_rank0(lambda: open_parts.enter_context(folder.hold()))
             evaluator = (lambda pulse: evaluate()) if evaluate else None
-            loop = open_parts.enter_context(assembled(self.setup, intervals, evaluate=evaluator))
+            records = Records([], log=None, silent=True)
+            if world.is_rank0:
+                records = Records([JsonlSink(folder.metrics)], log=folder.log)
+            open_parts.callback(records.close)
+            loop = open_parts.enter_context(assembled(self.setup, intervals, records, evaluate=evaluator))
             return loop.run()
 
 

@@ -1,5 +1,5 @@
-"""Wrong numbers: whose loss is not finite, and whether to compute it again, skip it, go back or give up; and replicas
-that no longer have the same weights."""
+"""Wrong numbers: whose loss is not finite, and whether to compute it again, skip it, go back (and where to) or give up;
+and replicas that no longer have the same weights."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import hashlib
 import math
 import socket
 from collections.abc import Callable
+from fractions import Fraction
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
-from drumline.checkpoint import weights
+from drumline.checkpoint import valid_ones, weights
 from drumline.errors import TrainingError
+from drumline.files import RunFolder
 from drumline.parallel import World, odd_ones, waiting_for
 from drumline.train.guard import Guard, ReplicaDriftError, Verdict
+from drumline.train.setup import due
 from drumline.train.step import StepResult
 
 _NAMES_SHOWN = 8
@@ -139,3 +142,17 @@ def replica_digest(model: nn.Module) -> str:
         width = next(w for w in (4, 2, 1) if bits.numel() % w == 0 and bits.storage_offset() % w == 0)
         sums.append(bits.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]).sum(dtype=torch.int64))
     return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).hexdigest()[:16]
+
+
+def step_to_go_back_to(folder: RunFolder, save_every: Fraction, *, warn: Callable[[str], None]) -> str:
+    """The newest step that was due to be saved: where a run was stopped by a signal must not decide its course."""
+    valid = valid_ones(folder.checkpoints, warn=warn)
+    return next((str(each.step) for each in valid if due(each.step, save_every, 0)), "auto")
+
+
+def rolled_back(step: int, to: int, left_out: int) -> tuple[str, dict[str, Any]]:
+    """What people are told about a rollback, and the event of it."""
+    return (
+        f"went back from step {step:,} to {to:,}; the data of {left_out} steps are left out",
+        {"event": "rollback", "step": step, "to": to, "left_out_steps": left_out},
+    )

@@ -1,0 +1,36 @@
+"""Settings of a run that come from files: of --config, and of the run that is resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from drumline.config import LENGTHS, flag, read_settings
+from drumline.files import RunFolder
+
+
+def file_layers(words: Sequence[str]) -> list[tuple[Path, dict[str, Any]]]:
+    """Settings from files, the strongest first: those of --config, then those of the run that is resumed."""
+    files = []
+    config = flag(words, "config")
+    if config:
+        files.append((Path(config), read_settings(Path(config))))
+    run_dir = flag(words, "run_dir") or (files[0][1].get("run_dir") if files else None)
+    resume_from = flag(words, "resume_from")
+    stored = RunFolder(Path(run_dir)).config if run_dir else None
+    if (stored is None or not stored.exists()) and resume_from not in (None, "auto"):
+        # A new run that starts from another one's checkpoint: RUN, or RUN/checkpoints/step-N.
+        stored = RunFolder.named_by(Path(str(resume_from))).config
+    if stored is not None and stored.exists():
+        settings = read_settings(stored)
+        settings.pop("run_dir", None)  # --run_dir, if given, is the same or names a new run
+        files.append((stored, settings))
+    # One length of a run replaces another, whatever layer that one stands in.
+    given = {name for name in LENGTHS if flag(words, name) is not None}
+    for _, settings in files:
+        lengths = {name for name in LENGTHS if name in settings}
+        for name in lengths - given if given else ():
+            del settings[name]
+        given |= lengths
+    return files

@@ -1,0 +1,55 @@
+"""Progress bars, for terminals: of preparing text, and of training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from drumline.data import Progress as PrepareProgress
+from drumline.report.preparation import STAGES, Show, amount, is_merging, speed
+
+
+def training_bar(total_steps: int) -> Progress:
+    bar = Progress(
+        TextColumn("training"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        transient=True,
+    )
+    bar.add_task("training", total=total_steps)
+    return bar
+
+
+@contextmanager
+def preparing_bars() -> Iterator[Show]:
+    """One bar for each stage; they vanish at the end, when the result is printed."""
+    columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(progress: PrepareProgress, elapsed_s: float) -> None:
+            if progress.stage not in tasks:
+                for stage, ended in tasks.items():  # it may have ended before its estimate
+                    bars.update(ended, description=STAGES[stage], total=1, completed=1)
+                tasks[progress.stage] = bars.add_task("", total=None)
+            bars.update(
+                tasks[progress.stage],
+                description=", ".join((amount(progress), *speed(progress, elapsed_s))),
+                completed=progress.bytes_done,
+                total=None if is_merging(progress) else progress.bytes_total,
+            )
+
+        yield show
