@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from helpers.ranks import run_ranks
 from helpers.warm import Warm
 from matplotlib import image
 
-from drumline.bench import bench, workload
+from drumline.bench import bench, ceilings, workload
 from drumline.bench import memory as bench_memory
 from drumline.bench.config import BenchConfig
 from drumline.bench.memory import find_batch_size, peak_memory, try_out
@@ -53,6 +53,27 @@ def start(*flags: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_to_measure() -> Iterator[None]:
+    """Figures are to hang together here, not to be exact: little is multiplied, copied and repeated for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        _measure_little(patch)
+        yield
+
+
+def _measure_little(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(ceilings._PRODUCT_SIZES, "cpu", (32, 64))
+    patch.setitem(ceilings._COPY_BYTES, "cpu", 1 << 20)
+    patch.setattr(ceilings, "_TURN_S", 0.001)
+    patch.setattr(bench, "_ROW_BUDGET_S", 0.1)
+
+
+def _bench_as_a_rank(argv: list[str]) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        _measure_little(patch)
+        return run_command(argv)
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +179,8 @@ def test_two_ranks_report_how_fast_they_add_up_by_size(two_ranks: tuple[dict[str
 
 def test_ranks_of_torchrun_measure_together_and_only_the_first_speaks(tmp_path: Path) -> None:
     flags = [*small(preset="tiny", batch_size="", global_batch_size="6"), "--find_batch_size"]
-    outcomes = run_ranks(run_command, [(["bench", *flags, "--json", str(tmp_path / f"{r}.json")],) for r in range(2)])
+    argvs = [["bench", *flags, "--json", str(tmp_path / f"{rank}.json")] for rank in range(2)]
+    outcomes = run_ranks(_bench_as_a_rank, [(argv,) for argv in argvs])
     assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].err
     assert "tokens/s" in outcomes[0].out and outcomes[1].out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["0.json"]

@@ -5,11 +5,11 @@ text and prepared data: a classic GPT, a modern one by Muon, a user's own model,
 """
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers.warm import run_warm
 
 from drumline import plugins
 from drumline.checkpoint.checkpoints import checkpoint_paths, open_checkpoint
@@ -57,7 +57,8 @@ def test_a_run_goes_on_to_the_losses_of_one_that_was_never_interrupted(
 
 def test_a_run_by_trainer_goes_on_as_well() -> None:
     for words in (["8"], ["8", "fresh"]):
-        subprocess.run([sys.executable, "trainer_run.py", *words], check=True, capture_output=True)
+        done = run_warm([sys.executable, "trainer_run.py", *words], timeout=120)
+        assert done.returncode == 0, done.stderr
     check_gone_on(RunFolder(Path("runs/linear")), RunFolder(Path("fresh")), logged=[8])
 
 

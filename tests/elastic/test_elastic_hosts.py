@@ -14,6 +14,7 @@ from helpers.elastic_hosts import TIMEOUT_S, goes_on, kill, link, meetings, rank
 from helpers.hosts import Host, Started, two_hosts
 from helpers.small import small
 
+from drumline.elastic import rendezvous
 from drumline.report.records import read_metrics
 
 pytestmark = pytest.mark.needs("hosts")
@@ -54,7 +55,7 @@ def test_two_hosts_finish_together_and_a_rank_that_dies_is_named_on_both(
     a, b = hosts
     # Compared at every step, the other rank is likely to be waiting for word, which no broken connection ends.
     flags = (*ENDPOINT, "--check_replicas_every", "1")
-    both = [train(host, *flags, nnodes="2", steps=400) for host in (a, b)]
+    both = [train(host, *flags, nnodes="2", steps=150) for host in (a, b)]
     wait(lambda: step(tmp_path / "run") > 40, "40 steps", *both)
     victim = ranks(b)[0]
     os.kill(victim, signal.SIGKILL)
@@ -62,7 +63,7 @@ def test_two_hosts_finish_together_and_a_rank_that_dies_is_named_on_both(
     for each in both:
         assert f"rank 1 on host-b (process {victim}) was ended by SIGKILL at step " in each.said
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in record] == list(
-        range(1, 401)
+        range(1, 151)
     )
 
 
@@ -86,7 +87,7 @@ def test_a_host_that_is_done_waits_for_the_last_work_of_the_other(
     _, b = hosts
     both = [train(host, *ENDPOINT, "--model", "last_work:GPT", nnodes="2", steps=20) for host in hosts]
     wait(lambda: step(tmp_path / "run") == 20 and not ranks(b), "the end of host b's rank", *both)
-    time.sleep(6)  # longer than a host that says nothing counts as alive
+    time.sleep(rendezvous._SILENT_S + 0.5)  # longer than a host that says nothing counts as alive
     (tmp_path / "done").touch()
     assert [each.ended(within_s=TIMEOUT_S) for each in both] == [0, 0], "\n".join(each.said for each in both)
 

@@ -97,7 +97,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
     (tmp_path / "work.py").write_text(WORK)
     started: list[subprocess.Popen[str]] = []
 
-    def start(kind: str, *, restarts: int | None = None, steps: int = 100_000) -> Launcher:
+    def start(kind: str, *, restarts: int | None = None, steps: int = 100_000, cold: bool = False) -> Launcher:
         clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
         with (tmp_path / "errors").open("w") as errors:
             process = Warm(
@@ -107,6 +107,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
+                cold=cold,
             )
         started.append(process)
         return Launcher(process, tmp_path / "errors")
@@ -212,7 +213,7 @@ def test_a_second_signal_ends_the_ranks_at_once(launch: Callable[..., Launcher])
 
 
 def test_a_signal_before_the_ranks_run_ends_all_without_a_traceback(launch: Callable[..., Launcher]) -> None:
-    launcher = launch("quiet")
+    launcher = launch("quiet", cold=True)  # or they would run too soon
     me = psutil.Process(launcher.process.pid)
     while not any("multiprocessing.forkserver" in " ".join(child.cmdline()) for child in me.children()):
         time.sleep(0.01)

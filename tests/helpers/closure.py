@@ -11,9 +11,13 @@ from pathlib import Path
 
 _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 _RUN = """
-import json, os, sys
+import json, os, sys, sysconfig
 from drumline.cli.app import main
-leave = os._exit
+leave, path_of = os._exit, sysconfig.get_path
+def get_path(name, *how, **more):
+    # A package of the standard library is text enough: to prepare all of it would take most of the time.
+    return path_of(name, *how, **more) + ("/encodings" if name == "stdlib" else "")
+sysconfig.get_path = get_path
 def ending(code):
     files = {n: m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "drumline" and m.__file__}
     print("\\nLOADED " + json.dumps(files), flush=True)

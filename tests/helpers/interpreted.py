@@ -4,6 +4,9 @@ import importlib.util
 import os
 import subprocess
 import sys
+from types import ModuleType
+
+import pytest
 
 from drumline.config.model import GPTConfig
 
@@ -26,8 +29,16 @@ MODERN = GPTConfig(
 
 
 def run_interpreted(file: str) -> None:
-    """The tests of a file again, in a process of its own, where its kernels are interpreted."""
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q", file]
+    """Those tests of a file that need Triton, in a process of its own, where its kernels are interpreted."""
+    # Only what may be skipped here is to be run there: all else has run here.
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q", "-m", "skipif", file]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def give_programs_more_rows(monkeypatch: pytest.MonkeyPatch, ops: ModuleType) -> None:
+    """The interpreter takes milliseconds for a program of a kernel, however many rows it has: whole models need few."""
+    if INTERPRETED:
+        monkeypatch.setattr(ops, "_NORM_ROWS", 64)
+        monkeypatch.setattr(ops, "_TURN_ROWS", 64)

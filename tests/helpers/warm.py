@@ -2,18 +2,22 @@
 
 `Warm` is `subprocess.Popen` for a command that begins with this Python. What it starts is a process of its own with its
 own variables, folder, streams and signals, and does what `python -m MODULE` or `python SCRIPT` would; only the seconds
-that the imports take are saved. What a test says about the start of Python itself, it must start with subprocess; any
+that the imports take are saved. The ranks of torchrun and the runs of a drill are forked as well, and so is the server
+of ranks that a script starts. What a test says about the start of Python itself, it must start with subprocess; any
 other program is started as ever.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
+import fcntl
 import functools
 import importlib
 import json
 import multiprocessing.process
+import multiprocessing.util
 import os
 import runpy
 import select
@@ -34,6 +38,8 @@ numpy torch torch._dynamo torch.distributed torch.distributed.launcher.api torch
 drumline.cli.app drumline.train.pretraining drumline.train.trainer drumline.elastic.launch drumline.report.terminal
 """.split()
 _Popen, _LONGEST = subprocess.Popen, 1 << 17
+_TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
+_spawn, _execv = multiprocessing.util.spawnv_passfds, os.execv
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_SLAVE = 4096, 16384, 1 << 19
 
@@ -42,32 +48,40 @@ class Warm(subprocess.Popen[Any]):
     """A process that runs this Python with "-m MODULE", "-c CODE" or a script, and more words.
 
     host: the network namespace, the file of names and the host's name, where it runs on a host of its own
+    cold: the processes that it starts import all that they need themselves
     """
 
-    def __init__(self, args: Sequence[str], *, host: tuple[str, str, str] | None = None, **more: Any) -> None:
-        self._host, self._forked = host, True
+    def __init__(
+        self, args: Sequence[str], *, host: tuple[str, str, str] | None = None, cold: bool = False, **more: Any
+    ) -> None:
+        self._host, self._cold, self._forked = host, cold, True
         super().__init__(args, **more)
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:  # type: ignore[override]
         # As in subprocess: cwd and env, and the ends of the three pipes, of which the child has every other one.
-        cwd, env = rest[4], rest[5]
+        cwd, env, session = rest[4], rest[5], rest[20]
         p2cread, _, _, c2pwrite, _, errwrite = rest[9:15]
         words = [str(word) for word in args]
+        if words[1:2] == ["-u"]:  # what is forked writes at once in any case when it ends
+            del words[1]
         self._forked = words[0] == sys.executable and words[1] in ("-m", "-c", *(w for w in words if w[:1] != "-"))
         if not self._forked:
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         streams = [p2cread, c2pwrite, errwrite]
         null = os.open(os.devnull, os.O_RDWR)
+        server = _server()
         try:
-            self.pid = _server().start(
+            self.pid = server.start(
                 {
                     "words": words[1:],
                     "cwd": os.path.abspath(cwd or os.getcwd()),
                     "env": dict(os.environ if env is None else env),
                     "host": self._host,
+                    "cold": self._cold,
+                    "session": session,
                 },
-                [null if fd == -1 else fd for fd in streams],
+                [(own if server.is_below else null) if fd == -1 else fd for own, fd in enumerate(streams)],
             )
         finally:
             os.close(null)
@@ -112,17 +126,35 @@ def run_warm(args: Sequence[str], *, timeout: float, **more: Any) -> subprocess.
 
 
 class _Server:
-    """The process that forks, seen from the one that asks it to."""
+    """The process that forks, seen from the one that asks it to.
 
-    def __init__(self) -> None:
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    is_below: it was forked from the one that asks, whose streams are for what it starts
+    """
+
+    def __init__(self, ours: socket.socket, *, is_below: bool) -> None:
+        self._ours, self.is_below = ours, is_below
+        self._lock, self._ended = threading.Lock(), dict[int, int]()
+
+    @classmethod
+    def started(cls) -> _Server:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         command = [sys.executable, __file__, str(theirs.fileno())]
-        self._process = _Popen(command, pass_fds=[theirs.fileno()], env=environ, start_new_session=True)
+        process = _Popen(command, pass_fds=[theirs.fileno()], env=environ, start_new_session=True)
         theirs.close()
-        self._lock, self._ended = threading.Lock(), dict[int, int]()
-        atexit.register(self._process.wait)
-        atexit.register(self._ours.close)
+        atexit.register(process.wait)
+        atexit.register(ours.close)
+        return cls(ours, is_below=False)
+
+    @classmethod
+    def forked(cls) -> _Server:
+        """Of this process, which has done nothing yet."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            ours.close()
+            _serve(theirs)
+        theirs.close()
+        return cls(ours, is_below=True)
 
     def start(self, what: dict[str, Any], streams: Sequence[int]) -> int:
         with self._lock:
@@ -149,9 +181,14 @@ class _Server:
         return answer
 
 
-@functools.cache
+_SERVERS: list[_Server] = []
+
+
 def _server() -> _Server:
-    return _Server()
+    """The one that this process asks: started when it is first asked."""
+    if not _SERVERS:
+        _SERVERS.append(_Server.started())
+    return _SERVERS[-1]
 
 
 def enter_host(namespace: str, names: str, name: str) -> None:
@@ -224,16 +261,13 @@ def _become(what: dict[str, Any]) -> NoReturn:
         added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         sys.path[:] = [first, *added, *(path for path in sys.path[1:] if path not in added)]
         importlib.invalidate_caches()
-        if words[0] == "-c":
-            sys.argv = ["-c", *words[2:]]
-            sys.modules["__main__"] = main = types.ModuleType("__main__")
-            exec(compile(words[1], "<string>", "exec"), main.__dict__)
-        elif words[0] == "-m":
-            sys.argv = words[1:]
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = words
-            runpy.run_path(words[0], run_name="__main__")
+        if what["session"]:
+            os.setsid()
+        if not what["cold"]:
+            _warm_what_it_starts(words)
+        os.execv = _replace_by  # type: ignore[assignment]
+        while words:
+            words = _run(words)
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
@@ -246,6 +280,96 @@ def _become(what: dict[str, Any]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
+
+
+class _ReplacedError(BaseException):
+    """This program is to be another one from now on."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        super().__init__()
+        self.words = list(words)
+
+
+def _replace_by(path: str, words: Sequence[str]) -> NoReturn:
+    """As os.execv; of this Python it is not a new one."""
+    if path != sys.executable:
+        _execv(path, words)
+    raise _ReplacedError(words[1:])
+
+
+def _run(words: Sequence[str]) -> list[str]:
+    """Do what this Python does with these words; gives those it is to go on with, if any."""
+    try:
+        if words[0] == "-c":
+            sys.argv = ["-c", *words[2:]]
+            sys.modules["__main__"] = main = types.ModuleType("__main__")
+            exec(compile(words[1], "<string>", "exec"), main.__dict__)
+        elif words[0] == "-m":
+            sys.argv = list(words[1:])
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = list(words)
+            runpy.run_path(words[0], run_name="__main__")
+    except _ReplacedError as replaced:
+        return replaced.words
+    return []
+
+
+def _warm_what_it_starts(words: Sequence[str]) -> None:
+    """Let this process, which has done nothing yet, start its own ranks from a process as fresh as it is now."""
+    is_torchrun, is_drill = words[0] == "-m" and words[1] in _TORCHRUN, list(words[:3]) == ["-m", "drumline", "drill"]
+    if is_torchrun or is_drill:
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        _SERVERS.append(_Server.forked())
+        subprocess_handler.Popen = Warm  # type: ignore[misc]
+        if is_drill:
+            subprocess.Popen = Warm  # type: ignore[misc]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _serve_ranks(theirs)
+    theirs.close()
+
+    def spawn(path: bytes, args: Sequence[Any], passed: Sequence[int]) -> int:
+        if "multiprocessing.forkserver" not in str(args[-1]):
+            return _spawn(path, args, passed)
+        multiprocessing.util.spawnv_passfds = _spawn  # there is one that is fresh
+        what = {
+            "code": args[-1],
+            "fds": list(passed),
+            "cwd": os.getcwd(),
+            "env": dict(os.environ),
+            "blocked": [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        }
+        socket.send_fds(ours, [json.dumps(what).encode()], list(passed))
+        ours.close()
+        return pid
+
+    multiprocessing.util.spawnv_passfds = spawn
+
+
+def _serve_ranks(asked: socket.socket) -> NoReturn:
+    """Become the server that multiprocessing forks from, if it is asked for before the one that may ask ends."""
+    said, fds, _, _ = socket.recv_fds(asked, _LONGEST, 9)
+    if not said:
+        os._exit(0)
+    what = json.loads(said)
+    asked.close()
+    aside = [fcntl.fcntl(fd, fcntl.F_DUPFD, 512) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for fd, place in zip(aside, what["fds"], strict=True):
+        os.dup2(fd, place)
+        os.close(fd)
+    os.chdir(what["cwd"])
+    os.environ.clear()
+    os.environ.update(what["env"])
+    signal.pthread_sigmask(signal.SIG_SETMASK, what["blocked"])
+    with contextlib.suppress(SystemExit):
+        exec(what["code"], {})
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,16 @@ TYPES = {
 }
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What was compiled in one way is not compiled in the same way again."""
+    return tmp_path_factory.mktemp("triton")
+
+
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[set[str]]:
+def compiled(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[set[str]]:
     """The names of kernels that were launched: each is compiled, and not run."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

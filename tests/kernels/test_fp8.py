@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import interpreted
-from helpers.interpreted import HAS_TRITON, INTERPRETED, WHY_NOT, run_interpreted
+from helpers.interpreted import HAS_TRITON, INTERPRETED, WHY_NOT, give_programs_more_rows, run_interpreted
 from torch import Tensor
 
 from drumline.cli.app import run_command
@@ -270,6 +270,7 @@ def test_a_float8_product_on_the_gpu_equals_the_reference(dtype: torch.dtype, fa
 def test_a_float8_gpt_trains_in_float8_and_is_judged_in_bfloat16(
     kernels: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, recipe: bool
 ) -> None:
+    give_programs_more_rows(monkeypatch, kernels("ops"))
     if DEVICE.type == "cpu":  # the interpreter cannot multiply bf16 tiles
         monkeypatch.setattr(kernels("products"), "relu2_mlp", kernels("products").relu2_mlp_reference)
     monkeypatch.setattr(FusedGPT, "is_fused", lambda self, device, dtype: True)

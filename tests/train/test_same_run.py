@@ -17,9 +17,9 @@ from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
 from drumline.train.trainer import Trainer
 
-STEPS = 50
+STEPS = 20
 # Seven micro-batches: no number of ranks from 2 to 4 divides them evenly.
-DATA = "--train_data_path text --batch_size 2 --global_batch_size 14 --dropout 0.2 --eval_every 25".split()
+DATA = "--train_data_path text --batch_size 2 --global_batch_size 14 --dropout 0.2 --eval_every 10".split()
 FLAGS = small(*DATA, "--total_steps", str(STEPS))
 # Muon makes small directions of a gradient as large as the others, and so the rounding in them.
 PLAIN = ("--recipe", "classic")
@@ -83,7 +83,7 @@ def test_a_bitwise_run_stopped_and_resumed_on_other_ranks_again_and_again_ends_w
     # The learning rate must not depend on the length, so that a shorter run is a run stopped in the middle of an epoch.
     same = ("--bitwise", "--schedule", "constant", "--warmup_steps", "3")
     train(1, "whole", *same)
-    for size, stop in ((4, 9), (2, 17), (3, 26), (1, 35), (3, STEPS)):
+    for size, stop in ((4, 4), (2, 7), (3, 11), (1, 15), (3, STEPS)):
         flags = [*same, "--run_dir", "part", "--total_steps", str(stop), "--allow_change", "total_steps"]
         for outcome in train_ranks(size, *small(*DATA, *flags)):
             assert outcome.code == 0, outcome.err
@@ -94,9 +94,9 @@ def test_a_bitwise_run_stopped_and_resumed_on_other_ranks_again_and_again_ends_w
 
 def test_the_default_mode_resumes_on_other_ranks_with_the_same_curve_and_batch(here: Path) -> None:
     train(1, "whole", *PLAIN)
-    train(4, "part", "--save_every", "20", "--keep_checkpoints", "9", *PLAIN)
+    train(4, "part", "--save_every", "8", "--keep_checkpoints", "9", *PLAIN)
     folder = RunFolder(Path("part"))
-    for step in (40, 50):
+    for step in (16, 20):
         folder.checkpoint(step).rename(folder.checkpoints / f"gone-{step}")
     # Only the folder is named: the size of a step is the run's, not batch_size x the ranks of now.
     for outcome in train_ranks(3, "--run_dir", "part"):
