@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from drumline.config.model import GPTConfig
 from drumline.errors import ConfigError, DataError
 from drumline.generate.sample import SampleConfig, choose, generate
+from drumline.generate.streaming import check_prompt
 from drumline.model.gpt import GPT
 
 CLASSIC = GPTConfig(
@@ -151,4 +152,4 @@ def test_a_setting_out_of_range_is_refused_by_name_and_number(name: str, value: 
 @pytest.mark.parametrize("stranger", [61, -1])
 def test_a_prompt_of_another_tokenizer_is_refused(stranger: int) -> None:
     with pytest.raises(DataError, match=f"token {stranger}, .* 0 to 60"):
-        text(lively_gpt(CLASSIC), [1, stranger], GREEDY)
+        check_prompt([1, stranger], vocab_size=61)

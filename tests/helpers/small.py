@@ -8,6 +8,6 @@ _SMALL = (
 
 def small(*flags: str) -> list[str]:
     """Flags of a model so small that a step takes no time, and more flags, which come before those."""
-    given = {*flags, *(["--total_steps"] if "--epochs" in flags else [])}
+    given = {*flags, *(["--total_steps"] if {"--epochs", "--minutes"} & {*flags} else [])}
     pairs = zip(_SMALL[::2], _SMALL[1::2], strict=True)
     return [word for name, value in pairs if name not in given for word in (name, value)] + list(flags)

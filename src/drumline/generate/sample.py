@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drumline.errors import ConfigError, DataError
+from drumline.errors import ConfigError
 from drumline.model import GPT, KVCache
 
 
@@ -67,7 +67,6 @@ def generate(
     cache, which only a GPT has, every token is computed from the whole window again: the same text, slower.
     """
     if isinstance(model, GPT):
-        check_prompt(prompt_ids, vocab_size=model.config.vocab_size)
         context = model.config.max_position_embeddings
     assert context is not None
     start = 0 if end_of_text is None else end_of_text
@@ -120,13 +119,3 @@ def choose(logits: Tensor, settings: SampleConfig, generator: torch.Generator) -
         probabilities = probabilities.masked_fill(before >= settings.top_p, 0.0)
     drawn = int(torch.multinomial(probabilities, 1, generator=generator))
     return drawn if ids is None else int(ids[drawn])
-
-
-def check_prompt(prompt_ids: list[int], *, vocab_size: int) -> None:
-    """Refuse ids that the model has no embedding for."""
-    strangers = [token for token in prompt_ids if not 0 <= token < vocab_size]
-    if strangers:
-        raise DataError(
-            f"the prompt has token {strangers[0]}, but the model knows only 0 to {vocab_size - 1}",
-            fix="encode the prompt with the tokenizer the model was trained with",
-        )

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from torch import nn
 
 from drumline.data import Tokenizer
+from drumline.errors import DataError
 from drumline.generate.sample import SampleConfig, generate
+from drumline.model import GPT
 
 
 def sample_text(
@@ -16,9 +18,21 @@ def sample_text(
     """What the model writes after the prompt, piece by piece. context: of models other than a GPT"""
     decoder = StreamDecoder(tokenizer)
     ids = tokenizer.encode(prompt)
+    if isinstance(model, GPT):
+        check_prompt(ids, vocab_size=model.config.vocab_size)
     for token in generate(model, ids, settings, end_of_text=tokenizer.end_of_text, context=context):
         yield decoder.push(token)
     yield decoder.flush()
+
+
+def check_prompt(prompt_ids: list[int], *, vocab_size: int) -> None:
+    """Refuse ids that the model has no embedding for."""
+    strangers = [token for token in prompt_ids if not 0 <= token < vocab_size]
+    if strangers:
+        raise DataError(
+            f"the prompt has token {strangers[0]}, but the model knows only 0 to {vocab_size - 1}",
+            fix="encode the prompt with the tokenizer the model was trained with",
+        )
 
 
 class StreamDecoder:

@@ -218,10 +218,12 @@ class Speed:
     def __init__(self, step: int) -> None:
         self._step, self._since = step, time.perf_counter()
 
+    def rate(self, step: int) -> float:
+        return (step - self._step) / max(1e-9, time.perf_counter() - self._since)
+
     def lap(self, step: int) -> float:
-        now = time.perf_counter()
-        rate = (step - self._step) / max(1e-9, now - self._since)
-        self._step, self._since = step, now
+        rate = self.rate(step)
+        self._step, self._since = step, time.perf_counter()
         return rate
 
     @contextmanager

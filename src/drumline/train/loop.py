@@ -23,9 +23,14 @@ from drumline.train.guard import Guard, Verdict
 from drumline.train.history import History
 from drumline.train.setup import Intervals, Setup
 from drumline.train.step import Gradient, StepResult
+from drumline.units import duration
 
 if TYPE_CHECKING:
     from drumline.parallel import Pace
+
+
+_TIMED, _LONG_S = 4, 60.0
+"""Steps after which a run says how long it will take, if that is long."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +72,8 @@ class Loop:
 
     def run(self) -> FitResult:
         """Train until the last step, or until a rank is asked to stop."""
-        step, last, result = self.history.begin(), self.intervals.total_steps, None
-        speed = Speed(step)
+        step = first = self.history.begin()
+        last, result, speed = self.intervals.total_steps, None, Speed(step)
         while step < last and not (result and result.stop):
             result = self._step(step)
             back = self._judged(step, result)
@@ -76,8 +81,12 @@ class Loop:
                 step, speed = back, Speed(back)
                 continue
             step += 1
+            if step == first + _TIMED:
+                self._say_how_long(last - step, speed.rate(step))
             if self.intervals.logs(step):
                 self.records.write(self._record(step, result, speed))
+            if step == first + 1:
+                speed = Speed(step)  # what is compiled or loaded at its first use says nothing of the rest
             saves = self.intervals.saves(step) or result.save
             evaluates = self.evaluate is not None and self.intervals.evaluates(step)
             if saves or evaluates or self.intervals.snapshots(step) or self.intervals.compares(step):
@@ -86,6 +95,11 @@ class Loop:
                     self._look_up(step, evaluates=evaluates, saves=saves)
             self.saver.poll()
         return self._end(step, result)
+
+    def _say_how_long(self, steps: int, steps_per_s: float) -> None:
+        if steps / steps_per_s > _LONG_S:
+            how_long = duration(steps / steps_per_s)
+            self.records.say(f"time   about {how_long} for {steps:,} more steps (for a shorter run: --minutes 2)")
 
     def _step(self, step: int) -> StepResult:
         setup, stop, save = self.setup, self.stop.is_set(), self.saver.wants_to_retry()
