@@ -1,4 +1,4 @@
-"""Draw docs/architecture.svg: the rooms in their order, what each is for, and the data's way through them.
+"""Draw docs/architecture.svg: the rooms in their order, what each is for, and how data flows through them.
 
 Order, captions and dotted lines are read from the code: run `python docs/draw_architecture.py` when they change.
 """
@@ -20,7 +20,7 @@ WAY = {
     "checkpoints": ["checkpoint"],
     "reports": ["report"],
 }
-"""What the data becomes, and the rooms that make it so."""
+"""Stages of the data, and the rooms of each."""
 FILLS = {"data": "#dbeafe", "steps": "#fde9c8", "checkpoint": "#dcf3dc", "report": "#f0e0f7"}
 PLAIN, LATER, INK, GREY = "#f1f3f5", "#ffffff", "#1f2933", "#6b7785"
 WIDTH, MARGIN, COLUMN, ROW, BOX = 1120, 30, 470, 66, 54
@@ -43,7 +43,7 @@ def caption(room: str) -> str:
 
 
 def reached_by_name(room: str) -> set[str]:
-    """Later rooms that a room loads only when asked for: its calls of `room("name")`."""
+    """Later rooms that a room loads on demand: its calls of `room("name")`."""
     calls = [
         node
         for path in sorted((SOURCE / room).rglob("*.py"))
@@ -69,7 +69,8 @@ def box(x: float, y: float, width: float, height: float, colour: str, more: str 
 
 
 def room_box(room: str, x: float, y: float, width: float, *, later: bool = False) -> list[str]:
-    lines = textwrap.wrap(caption(room), 50 if width == COLUMN else 140)
+    lines = textwrap.wrap(caption(room), 48 if width == COLUMN else 140)
+    assert len(lines) <= 2, f"the caption of {room} does not fit in its box"
     first = y + BOX / 2 + 5 - 8 * (len(lines) - 1)
     return [
         box(x, y, width, BOX, LATER if later else fill(room), 'stroke-dasharray="5 4"' if later else ""),
@@ -79,7 +80,7 @@ def room_box(room: str, x: float, y: float, width: float, *, later: bool = False
 
 
 def way(y: float) -> list[str]:
-    """The data's way, with the rooms that go it."""
+    """The data flow, with the rooms of each stage."""
     parts, gap = [], 34
     width = (WIDTH - 2 * MARGIN - gap * (len(WAY) - 1)) / len(WAY)
     middle = 'text-anchor="middle"'
@@ -98,7 +99,7 @@ def line(x1: float, y1: float, x2: float, y2: float, more: str) -> str:
 
 
 def dotted(core: dict[str, float], later: dict[str, float]) -> list[str]:
-    """Lines from core rooms to the later rooms that they load when asked for; `core`, `later`: name -> y."""
+    """Lines from core rooms to the later rooms that they load on demand; `core`, `later`: name -> y."""
     more = f'stroke="{GREY}" stroke-width="1.6" stroke-dasharray="2 5" stroke-linecap="round" marker-end="url(#arrow)"'
     left, right = MARGIN + COLUMN + 3, RIGHT - 6
     parts = []
@@ -114,7 +115,7 @@ def dotted(core: dict[str, float], later: dict[str, float]) -> list[str]:
 
 
 def draw() -> str:
-    """The picture as SVG."""
+    """The diagram as SVG."""
     order = rooms()
     base = [room for room in order if not (SOURCE / room).is_dir()]
     door = order[-1]
@@ -125,9 +126,9 @@ def draw() -> str:
     parts += [
         box(MARGIN, 148, WIDTH - 2 * MARGIN, 30, PLAIN),
         text(MARGIN + 14, 168, "  ".join(base), more='font-weight="bold" xml:space="preserve"'),
-        text(WIDTH - MARGIN - 14, 168, "single modules that every room may use", size=12, more='text-anchor="end"'),
-        text(MARGIN, top - 12, "The core: what one process on a CPU trains with", size=13, colour=GREY),
-        text(RIGHT, top - 12, "Beside it: loaded only when asked for", size=13, colour=GREY),
+        text(WIDTH - MARGIN - 14, 168, "modules that every room may use", size=12, more='text-anchor="end"'),
+        text(MARGIN, top - 12, "Core: all that a single process on a CPU needs", size=13, colour=GREY),
+        text(RIGHT, top - 12, "Loaded on demand", size=13, colour=GREY),
     ]
     places = [{room: float(top + ROW * index) for index, room in enumerate(each)} for each in (core, later)]
     for room, y in places[0].items():
@@ -138,11 +139,11 @@ def draw() -> str:
     bottom = top + ROW * max(len(core), len(later))
     parts += room_box(door, MARGIN, bottom, WIDTH - 2 * MARGIN)
     notes = (
-        "A room imports public names of the rooms before it: from top to bottom, the left column first. "
-        'Dotted: room("name"), at the moment it is needed.'
+        "A room imports only public names of earlier rooms (top to bottom, left column first). "
+        'Dotted: loaded on demand with room("name").'
     )
     parts.append(text(MARGIN, bottom + BOX + 26, notes, size=12, colour=GREY))
-    parts.append(text(MARGIN, 38, "The data's way", size=20, more='font-weight="bold"'))
+    parts.append(text(MARGIN, 38, "Data flow", size=20, more='font-weight="bold"'))
     height = bottom + BOX + 44
     return "\n".join(
         [

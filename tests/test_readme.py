@@ -78,7 +78,6 @@ def shrunk(command: str) -> list[str]:
 
 
 def test_the_readmes_commands_work_in_the_order_they_stand(text: Path, tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text("[optim]\nlr = 0.01\n")
     environ = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     ran = 0
     for command in commands(README):
