@@ -33,7 +33,7 @@ def main() -> None:
     arguments = parser.parse_args()
     repeat, faults = arguments.repeat, arguments.faults.split(",")
     header()
-    print(f"{'fault':<10} {'held':>8} {'noticed, s':>12} {'worst':>7} {'again, s':>10} {'worst':>7} {'lost':>5}")
+    print(f"{'fault':<10} {'passed':>8} {'detected, s':>12} {'worst':>7} {'again, s':>10} {'worst':>7} {'lost':>5}")
     with tempfile.TemporaryDirectory() as folder:
         config = DrillConfig(faults=("kill",), folder=Path(folder) / "drill", minutes=1.0)
         with drilled_run(config, steps=1_000_000) as run:
@@ -49,7 +49,7 @@ def main() -> None:
                     run.wait_for_steps(1, ranks=2)
                     since = time.monotonic()
                     outcomes.append(inject(fault, run, random.Random(number)))
-                    if not outcomes[-1].held:
+                    if not outcomes[-1].passed:
                         print(outcomes[-1], *(line.text for line in run.lines if line.said_s > since), sep="\n  ")
                 report(outcomes)
 
@@ -57,10 +57,10 @@ def main() -> None:
 def report(outcomes: list[Outcome]) -> None:
     noticed = [o.noticed_s for o in outcomes if o.noticed_s is not None]
     again = [o.again_s for o in outcomes if o.again_s is not None]
-    held = f"{sum(o.held for o in outcomes)}/{len(outcomes)}"
+    passed = f"{sum(o.passed for o in outcomes)}/{len(outcomes)}"
     lost = max((o.lost_steps or 0) for o in outcomes)
     print(
-        f"{outcomes[0].fault:<10} {held:>8} {median(noticed):>12.2f} {max(noticed):>7.2f} "
+        f"{outcomes[0].fault:<10} {passed:>8} {median(noticed):>12.2f} {max(noticed):>7.2f} "
         f"{median(again):>10.2f} {max(again):>7.2f} {lost:>5}",
         flush=True,
     )

@@ -99,7 +99,7 @@ def test_a_command_ends_at_once_until_it_has_files_to_tidy_up(signum: signal.Sig
         assert "KeyboardInterrupt" in ended.stderr
     else:
         assert ended.returncode == EXIT_INTERRUPTED
-        assert ended.stderr == "error: interrupted\n  fix: start the same command again\n"
+        assert ended.stderr == "error: interrupted\n  fix: run the same command again\n"
 
 
 @pytest.mark.parametrize("signum", [signum for signum in signals.STOP_SIGNALS if signum != signal.SIGINT])

@@ -125,5 +125,5 @@ def _handlers() -> dict[int, Any]:
 
 def _leave(signum: int, frame: Any) -> None:
     """End at once: an exception raised amid the imports of others may be caught there, and lost."""
-    os.write(sys.stderr.fileno(), b"error: interrupted\n  fix: start the same command again\n")
+    os.write(sys.stderr.fileno(), b"error: interrupted\n  fix: run the same command again\n")
     os._exit(EXIT_INTERRUPTED)

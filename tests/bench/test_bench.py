@@ -324,7 +324,7 @@ def test_compile_compiles_the_model(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         (["--preset", "modrn"], "did you mean --preset modern?"),
         (["--device", "cuda"], "there is no cuda device"),
         (["--preset", "gpt2-xl", "--batch_size", "100000"], "gpt2-xl does not fit with batch_size 100000"),
-        (["--batch_size", "4", "--find_batch_size"], "leave out --batch_size or --find_batch_size"),
+        (["--batch_size", "4", "--find_batch_size"], "drop --batch_size or --find_batch_size"),
         (["--batch_size", "3", "--global_batch_size", "8"], "not a whole number of micro-batches"),
         (["--table_presets", "tiny,huge"], "there is no preset 'huge'"),
         (["--table_batch_sizes", "4,x"], "--table_batch_sizes 8,16,32"),
@@ -374,6 +374,6 @@ def test_ctrl_c_ends_all_of_it_at_once_and_in_order(ranks: list[str], tmp_path: 
         err = process.stderr.read()
         process.wait(TIMEOUT_S)
     assert process.returncode == EXIT_INTERRUPTED
-    assert err == "error: interrupted\n  fix: start the same command again\n"
+    assert err == "error: interrupted\n  fix: run the same command again\n"
     assert list(tmp_path.iterdir()) == []
     wait_until_gone(children)

@@ -80,7 +80,7 @@ def test_a_run_is_evaluated_and_writes(name: str, capsys: pytest.CaptureFixture[
     writes = run_command(["sample", f"runs/{name}", "--prompt", "Document", "--max_tokens", "4", "--device", "cpu"])
     said = capsys.readouterr()
     if name == "plugin":  # its forward wants targets
-        assert writes == 1 and "Bigram, gives no logits without targets" in said.err
+        assert writes == 1 and "Bigram, returns no logits without targets" in said.err
     else:
         assert writes == 0 and said.out.startswith("Document")
 

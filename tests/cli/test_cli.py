@@ -1,5 +1,6 @@
 """The command line: quick, forgiving about dashes, and mistakes are two lines with a fix."""
 
+import ast
 import inspect
 import json
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.small import small
 
+import drumline
 from drumline.cli.app import COMMANDS, app, run_command
 from drumline.config.toml_file import sections
 from drumline.errors import EXIT_USAGE, EXIT_USER
@@ -123,7 +125,7 @@ def test_dry_run_shows_what_would_happen_and_starts_nothing(
     shown = capsys.readouterr().out
     assert "parameters       124,475,904" in shown  # GPT-2's, with the vocabulary rounded up to 50,304
     assert "8 sequences x 4 micro-batches x 1024 = 32,768 tokens" in shown
-    assert re.search(r"memory +about \d+\.\d\d GB", shown) and "1 epochs, counted once the text is prepared" in shown
+    assert re.search(r"memory +about \d+\.\d\d GB", shown) and "1 epochs; the number of steps is known once" in shown
     assert list(tmp_path.iterdir()) == []
 
 
@@ -267,3 +269,23 @@ def test_model_options_reach_a_model_of_your_own_are_kept_and_may_not_change(
     assert run_command(["train", "--model_options", "width=3"]) == EXIT_USER
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and "not for --model gpt" in lines[0]
+
+
+SETTINGS = ["config/settings.py", "config/model.py", "bench/config.py", "launch/slurm.py", "launch/kubernetes.py"]
+
+
+@pytest.mark.parametrize("path", SETTINGS)
+def test_the_help_of_a_setting_is_one_line_which_the_help_page_can_wrap(path: str) -> None:
+    tree = ast.parse((Path(drumline.__file__).parent / path).read_text(encoding="utf-8"))
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+    bodies = [node for each in classes for node in each.body[1:] if isinstance(node, ast.Expr)]
+    texts = [str(node.value.value) for node in bodies if isinstance(node.value, ast.Constant)]
+    assert texts and not [text for text in texts if "\n" in text]
+
+
+@pytest.mark.parametrize("path", sorted((Path(drumline.__file__).parent / "cli").glob("*.py")), ids=lambda p: p.name)
+def test_the_help_of_a_flag_is_one_line_which_the_help_page_can_wrap(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and "Parameters\n---" in (text := ast.get_docstring(node) or ""):
+            lines = text.partition("----------\n")[2].splitlines()
+            assert [line.startswith("    ") for line in lines] == [False, True] * (len(lines) // 2), node.name

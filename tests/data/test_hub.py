@@ -82,8 +82,8 @@ def test_a_folder_of_several_data_sets_asks_which_one(tmp_path):
     for config in ("wikitext-2-v1", "wikitext-103-v1"):
         shard(tmp_path / config, "train", ["a"])
     error = refused(tmp_path)
-    assert "holds 2 data sets: wikitext-103-v1, wikitext-2-v1" in error.problem
-    assert error.fix == f"name one of them: {tmp_path}/wikitext-103-v1"
+    assert "contains 2 datasets: wikitext-103-v1, wikitext-2-v1" in error.problem
+    assert error.fix == f"choose one of them: {tmp_path}/wikitext-103-v1"
 
 
 @pytest.mark.parametrize("place", ["wikitext-2/data", "wikitext-2", "copy/wikitext-2-raw-v1"])
@@ -151,7 +151,7 @@ def test_an_unreachable_hub_is_reported_within_seconds_with_the_way_to_a_local_c
     started = time.monotonic()
     error = refused(source)
     assert time.monotonic() - started < 6
-    assert "hub (http://127.0.0.1:9) cannot be reached" in error.problem
+    assert "Hub (http://127.0.0.1:9) cannot be reached" in error.problem
     assert "folder of parquet files" in error.fix and "--train_data_path" in error.fix
     assert not datasets.config.HF_HUB_OFFLINE
 

@@ -55,29 +55,29 @@ def never_hash(*_: object) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_with_one_flipped_bit_is_refused_by_name(folder: Path, name: str) -> None:
     flip_a_bit(folder / name)
-    with pytest.raises(DataError, match=rf"{name} is (damaged or changed|not the tokenizer).*manifest says"):
+    with pytest.raises(DataError, match=rf"{name} is (damaged or modified|not the tokenizer).*in its manifest"):
         open_tokens(folder)
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_another_length_is_refused_by_name(folder: Path, name: str) -> None:
     whole = (folder / name).read_bytes()
-    for data, state in ((whole[:-1], "truncated"), (b"", "truncated"), (whole + b"x", "longer than it was")):
+    for data, state in ((whole[:-1], "truncated"), (b"", "truncated"), (whole + b"x", "too long")):
         (folder / name).write_bytes(data)
-        with pytest.raises(DataError, match=f"{name} is {state}: {len(data)} bytes, where .* says {len(whole)}"):
+        with pytest.raises(DataError, match=f"{name} is {state}: {len(data)} bytes, but {len(whole)} in"):
             open_tokens(folder)
 
 
 def test_a_missing_file_is_refused_by_name(folder: Path) -> None:
     (folder / "train.bin").unlink()
-    with pytest.raises(DataError, match=r"train\.bin is named by its manifest but cannot be read"):
+    with pytest.raises(DataError, match=r"train\.bin is listed in its manifest but cannot be read"):
         open_tokens(folder)
 
 
 def test_another_tokenizer_is_refused(folder: Path) -> None:
     other = (folder / TOKENIZER).read_bytes().replace(b'"id": 0', b'"id": 1')
     (folder / TOKENIZER).write_bytes(other)
-    with pytest.raises(DataError, match="not the tokenizer that the tokens were made with"):
+    with pytest.raises(DataError, match="not the tokenizer of these tokens"):
         open_tokens(folder)
 
 
@@ -92,7 +92,7 @@ def test_a_verified_folder_is_not_hashed_again_until_it_changes(folder: Path, mo
             open_tokens(folder)
     open_tokens(folder)
     flip_a_bit(folder / "train.bin")
-    with pytest.raises(DataError, match="damaged or changed"):
+    with pytest.raises(DataError, match="damaged or modified"):
         open_tokens(folder)
 
 
@@ -100,7 +100,7 @@ def test_a_verified_folder_is_not_hashed_again_until_it_changes(folder: Path, mo
 def test_a_damaged_record_of_what_was_verified_only_costs_another_hash(folder: Path, stamps: bytes) -> None:
     (folder / "verified.json").write_bytes(stamps)
     flip_a_bit(folder / "train.bin")
-    with pytest.raises(DataError, match="damaged or changed"):
+    with pytest.raises(DataError, match="damaged or modified"):
         open_tokens(folder)
 
 
@@ -118,7 +118,7 @@ def test_a_folder_that_cannot_be_written_can_still_be_opened(folder: Path) -> No
         (b"\xff", "cannot be read"),
         (b"[]", "is not the manifest of a prepared folder"),
         (b'{"format": "other"}', "is not the manifest of a prepared folder"),
-        (b'{"format": "drumline-tokens", "format_version": 2}', "is of format 2, and this drumline reads 1"),
+        (b'{"format": "drumline-tokens", "format_version": 2}', "has format version 2, but this drumline reads"),
         (b'{"format": "drumline-tokens", "format_version": 1}', "is damaged: KeyError"),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_manifest_that_cannot_be_understood_is_refused_by_name(folder: Path, c
 def test_a_manifest_that_names_a_file_elsewhere_is_refused(folder: Path, name: str) -> None:
     files = json.loads((folder / "manifest.json").read_bytes())["files"]
     change_manifest(folder, files=files | {name: {"bytes": 1, "sha256": ""}})
-    with pytest.raises(DataError, match="names a file outside its folder"):
+    with pytest.raises(DataError, match="lists a file outside its folder"):
         read_manifest(folder)
 
 
@@ -152,5 +152,5 @@ def test_a_manifest_with_values_of_the_wrong_kind_is_refused(folder: Path, chang
 
 def test_a_manifest_that_miscounts_its_tokens_is_refused(folder: Path) -> None:
     change_manifest(folder, splits={"train": {"tokens": 5, "documents": 1, "text_bytes": 1}})
-    with pytest.raises(DataError, match=r"train\.bin has 8 bytes, which are not 5 items of 2"):
+    with pytest.raises(DataError, match=r"train\.bin has 8 bytes, which is not 5 items of 2"):
         open_tokens(folder)

@@ -117,7 +117,7 @@ def test_one_text_alone_is_parted_at_its_end(tmp_path: Path) -> None:
 
 def test_a_text_too_short_to_hold_anything_out_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("a")
-    with pytest.raises(DataError, match=r"x\.txt is too short to give train data"):
+    with pytest.raises(DataError, match=r"x\.txt is too short for train data"):
         small(str(tmp_path / "x.txt"), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]
 
@@ -144,12 +144,12 @@ def test_tokens_made_before_are_reused_only_with_the_same_text_and_settings(sour
     assert contents(tmp_path / "out") == before
     changes: list[dict[str, object]] = [{"vocab_size": 401}, {"seed": 1}, {"valid_fraction": 0.2}, {"on_error": "skip"}]
     for change in changes:
-        with pytest.raises(DataError, match="holds other tokens") as refused:
+        with pytest.raises(DataError, match="has other tokens") as refused:
             small(source, tmp_path / "out", **change)
         assert f"rm -r {tmp_path / 'out'}" in refused.value.fix
     with open(source, "a") as file:
         file.write('{"text": "more"}\n')
-    with pytest.raises(DataError, match="holds other tokens"):
+    with pytest.raises(DataError, match="has other tokens"):
         small(source, tmp_path / "out")
 
 
@@ -166,13 +166,13 @@ def test_a_folder_with_something_else_in_it_is_left_alone(source: str, tmp_path:
 
 def test_tokens_may_not_be_written_into_the_text(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("the beat")
-    with pytest.raises(DataError, match="lies inside the text folder"):
+    with pytest.raises(DataError, match="is inside the text folder"):
         small(str(tmp_path), tmp_path / "tokens")
 
 
 def test_a_place_that_cannot_be_written_is_named(source: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"file/out cannot be written: Not a directory"):
+    with pytest.raises(DataError, match=r"file/out is not writable: Not a directory"):
         small(source, tmp_path / "file" / "out")
 
 
@@ -261,7 +261,7 @@ def test_a_killed_preparation_leaves_nothing_that_is_taken_for_data(source: str,
     (partial,) = tmp_path.glob("out.partial-*")
     assert not out.exists()
     for path in (partial, partial / "train.bin"):
-        with pytest.raises(DataError, match="was never finished"):
+        with pytest.raises(DataError, match="is incomplete"):
             open_tokens(path)
     small(source, out)
     assert len(open_tokens(out)) > 0

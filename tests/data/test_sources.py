@@ -122,7 +122,7 @@ def test_a_function_gives_documents_and_strings(here):
     assert list(documents("made:few")) == [Document("made:few:1", "one"), Document("mine", "three")]
     assert "made:wrong:1: wrong yields int" in refused("made:wrong").problem
     assert texts("made:wrong", on_error="skip") == ["good"]
-    assert refused("made:whole").problem == "made:whole() returns str, not one text after another"
+    assert refused("made:whole").problem == "made:whole() returns str, not an iterable of texts"
     for source, said in (
         ("made:number", "something that is not a function"),
         ("made:fewer", "did you mean made:few?"),
@@ -141,12 +141,12 @@ def test_a_function_gives_documents_and_strings(here):
         ("corpsu", "did you mean corpus?"),
         ("bultin", "did you mean builtin?"),
         ("wikitext2", "did you mean wikitext-2"),
-        ("nowhere/train.txt", "the folder nowhere does not exist; give a file"),
-        ("far/from/here", "the folder far/from does not exist; give a file"),
+        ("nowhere/train.txt", "the folder nowhere does not exist; use a file"),
+        ("far/from/here", "the folder far/from does not exist; use a file"),
         ("corpus/*.md", "try the pattern with ls"),
         ("corpus/**.md", "'data/**/*.txt'"),
-        ("pictures", "name the files with a glob: 'pictures/**/*.SUFFIX'"),
-        ("", "give a file, a folder"),
+        ("pictures", "use a glob: 'pictures/**/*.SUFFIX'"),
+        ("", "use a file, a folder"),
     ],
 )
 def test_a_source_that_is_not_there_is_told_what_to_write_instead(here, source, fix):
@@ -156,10 +156,10 @@ def test_a_source_that_is_not_there_is_told_what_to_write_instead(here, source, 
 
 def test_a_source_without_any_document_is_refused_with_the_first_reason(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
-    assert refused(str(tmp_path)).problem == f"{tmp_path} gives no documents"
+    assert refused(str(tmp_path)).problem == f"{tmp_path} contains no documents"
     (tmp_path / "b.jsonl").write_text("bad\n")
     problem = refused(str(tmp_path), on_error="skip").problem
-    assert f"gives no documents; 1 skipped, first: {tmp_path}/b.jsonl:1 is not valid JSON" in problem
+    assert f"contains no documents; 1 skipped, first: {tmp_path}/b.jsonl:1 is not valid JSON" in problem
 
 
 def test_a_folder_that_cannot_be_listed_is_refused_by_name(tmp_path, monkeypatch):

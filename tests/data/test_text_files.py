@@ -196,7 +196,7 @@ def test_a_truncated_packed_file_is_named_and_its_whole_documents_can_be_kept(tm
     packed = PACK[packing](lines)
     source = write(tmp_path / f"a.jsonl{packing}", packed[: int(len(packed) * kept)])
     error = refused(source)
-    assert error.problem.startswith(f"{source} is damaged or cut short")
+    assert error.problem.startswith(f"{source} is damaged or truncated")
     read, reasons = passed_over(source)
     assert reasons == [error.problem]
     assert read == [str(number**9) for number in range(len(read))]

@@ -93,7 +93,7 @@ def test_transformers_reads_the_saved_tokenizer_and_gives_the_same_ids(tmp_path:
 
 
 def test_a_vocabulary_without_room_for_every_byte_is_refused() -> None:
-    with pytest.raises(ConfigError, match="256 cannot hold") as refused:
+    with pytest.raises(ConfigError, match="256 is too small") as refused:
         Tokenizer.train(TEXTS, vocab_size=256)
     assert "--vocab_size" in refused.value.fix
     assert Tokenizer.train(TEXTS, vocab_size=257).vocab_size == 257
@@ -127,7 +127,7 @@ def test_the_end_of_text_of_other_tokenizers_is_found(token: str) -> None:
 def test_a_tokenizer_without_an_end_of_text_is_refused() -> None:
     model = json.loads(TOKENIZER._serialized)["model"]
     model["vocab"]["something else"] = model["vocab"].pop(END_OF_TEXT)
-    with pytest.raises(DataError, match="other has no token that ends a text"):
+    with pytest.raises(DataError, match="other has no end-of-text token"):
         Tokenizer(changed(model=model, added_tokens=[]), origin="other")
 
 

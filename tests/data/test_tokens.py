@@ -108,7 +108,7 @@ def test_a_split_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_of_a_larger_vocabulary_than_asked_for_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "t", [("a", [1])])
-    with pytest.raises(DataError, match="vocabulary of 300 ids, more than the 299"):
+    with pytest.raises(DataError, match="vocabulary of 300, larger than the requested 299"):
         open_tokens(folder, vocab_size=299)
     assert open_tokens(folder, vocab_size=301).vocab_size == 300
 
@@ -129,10 +129,10 @@ def test_files_of_llm_c_are_read_behind_their_header(tmp_path: Path, dtype: str)
     assert open_tokens(write_llm_c(tmp_path / "x.bin", ids, dtype=dtype)).read(0, 3).tolist() == ids
 
 
-@pytest.mark.parametrize(("count", "state"), [(4, "truncated"), (2, "not what its header says")])
+@pytest.mark.parametrize(("count", "state"), [(4, "truncated"), (2, "inconsistent with its header")])
 def test_a_file_whose_header_counts_otherwise_is_refused_by_name(tmp_path: Path, count: int, state: str) -> None:
     path = write_llm_c(tmp_path / "x.bin", [1, 2, 3], count=count)
-    with pytest.raises(DataError, match=rf"x\.bin is {state}: 1030 bytes, where its header says {count} tokens"):
+    with pytest.raises(DataError, match=rf"x\.bin is {state}: 1030 bytes, but its header says {count} tokens"):
         open_tokens(path)
 
 
@@ -141,7 +141,7 @@ def test_an_unknown_version_of_the_header_is_refused(tmp_path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[4] = 9
     path.write_bytes(data)
-    with pytest.raises(DataError, match="header 20240520 of version 9"):
+    with pytest.raises(DataError, match="header with magic 20240520, version 9"):
         open_tokens(path)
 
 
@@ -160,7 +160,7 @@ def test_a_foreign_token_outside_the_vocabulary_is_named_with_its_place(
     [
         ("x.bin", b"", r"x\.bin is empty"),
         ("x.bin", b"abc", r"x\.bin is truncated or not a token file: 3 bytes"),
-        ("y.bin", b"ab", r"no token file .*x\.bin"),
+        ("y.bin", b"ab", r"token file .*x\.bin does not exist"),
     ],
 )
 def test_a_foreign_file_that_cannot_be_tokens_is_refused_by_name(
@@ -182,7 +182,7 @@ def test_a_folder_that_was_never_finished_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "t", [("a", [1])])
     (folder / "manifest.json").unlink()
     for path in (folder, folder / "train.bin"):
-        with pytest.raises(DataError, match="was never finished"):
+        with pytest.raises(DataError, match="is incomplete"):
             open_tokens(path)
     with pytest.raises(DataError, match=r"has no valid\.bin or val\.bin"):
         open_tokens(folder, split="valid")

@@ -102,7 +102,7 @@ def test_hosts_that_are_asked_for_or_that_a_launcher_started_check_each_other(
         monkeypatch.setenv(name, value)
     assert run_command(["doctor"]) == EXIT_USER
     assert [(each.address, each.hosts, each.number) for each in asked] == [("b", 2, None), ("a", 2, 1)]
-    assert "not all is well: a tells" in capsys.readouterr().out
+    assert "see the output of a" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -111,22 +111,22 @@ def test_hosts_that_are_asked_for_or_that_a_launcher_started_check_each_other(
         ("--nnodes 0", "nnodes is 0", "give --nnodes a value of 1 or more"),
         ("--patience -1", "patience is -1", "give --patience a value of 0 or more, in seconds"),
         ("--hosts a,b --patience nan", "patience is nan", "give --patience a value of 0 or more, in seconds"),
-        ("--nnodes 2", "2 hosts need a place to meet", "drumline doctor --nnodes 2 --rdzv_endpoint HOST:29400"),
-        ("--rdzv_endpoint b:1", "not how many hosts", "drumline doctor --nnodes 2 --rdzv_endpoint b:1"),
-        ("--names a,b,c", "not how many hosts", "drumline doctor --nnodes 3 --rdzv_endpoint HOST:29400"),
+        ("--nnodes 2", "--nnodes 2 needs a rendezvous", "drumline doctor --nnodes 2 --rdzv_endpoint HOST:29400"),
+        ("--rdzv_endpoint b:1", "need --nnodes", "drumline doctor --nnodes 2 --rdzv_endpoint b:1"),
+        ("--names a,b,c", "need --nnodes", "drumline doctor --nnodes 3 --rdzv_endpoint HOST:29400"),
         (
             "--names a,b,c --nnodes 2 --rdzv_endpoint b:1",
-            "--names has 3 of 2 hosts",
+            "--names lists 3 hosts",
             "drumline doctor --nnodes 3 --rdzv_endpoint b:1 --names a,b,c",
         ),
-        ("--hosts a,b --nnodes 2", "--hosts has 2 of them already", "drumline doctor --hosts a,b"),
-        ("--hosts a,b --names a,b", "--hosts has 2 of them already", "drumline doctor --hosts a,b"),
+        ("--hosts a,b --nnodes 2", "--hosts already lists 2", "drumline doctor --hosts a,b"),
+        ("--hosts a,b --names a,b", "--hosts already lists 2", "drumline doctor --hosts a,b"),
         (
             "--hosts a,b --json",
-            "--json is for one host",
-            "on each: drumline doctor --nnodes 2 --rdzv_endpoint a:29400 --json",
+            "--json cannot be combined",
+            "on each host: drumline doctor --nnodes 2 --rdzv_endpoint a:29400 --json",
         ),
-        ("--hosts a --json", "--json is for one host", "on each: drumline doctor --json"),
+        ("--hosts a --json", "--json cannot be combined", "on each host: drumline doctor --json"),
     ],
 )
 def test_flags_that_cannot_work_are_refused_in_two_lines(flags: str, problem: str, fix: str, capsys: Captured) -> None:
@@ -202,8 +202,8 @@ def test_train_warns_goes_on_and_says_how_to_skip_the_checks(
     well(monkeypatch)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (512, 4096))
     assert train("--run_dir", "run", "--total_steps", "1") == 0
-    few = "warning: open files: at most 512: ranks, sockets and data files need 1024\n  fix: ulimit -n 4096\n"
-    assert capsys.readouterr().err == f"{few}skip these checks: --doctor off\n"
+    few = "warning: open files: limit 512: ranks, sockets and data files need 1024\n  fix: ulimit -n 4096\n"
+    assert capsys.readouterr().err == f"{few}to skip these checks: --doctor off\n"
     # Whether the machine is looked at may change in a run that goes on.
     assert train("--run_dir", "run", "--total_steps", "1", "--doctor", "off") == 0
     assert capsys.readouterr().err == ""
@@ -229,8 +229,8 @@ def test_train_refuses_at_once_what_cannot_work(train: Train, tmp_path: Path, ca
     Path("file").touch()
     assert train("--run_dir", "file/run") == EXIT_USER
     told = capsys.readouterr().err.splitlines()
-    assert told[0] == f"error: disk: {tmp_path}/file/run cannot be written (Not a directory)"
-    assert told[1] == "  skip these checks: --doctor off" and told[2].startswith("  fix: drumline train --run_dir ")
+    assert told[0] == f"error: disk: {tmp_path}/file/run is not writable (Not a directory)"
+    assert told[1] == "  to skip these checks: --doctor off" and told[2].startswith("  fix: drumline train --run_dir ")
     assert not Path("data").exists()  # nothing was prepared for it
 
 

@@ -126,7 +126,7 @@ def test_healthy_hosts_meet_reach_each_other_and_reduce(hosts: Hosts) -> None:
     first, second = reports([call(host, collectives=True) for host in hosts])
     assert not [finding for finding in first.findings if finding.state == "failed"]
     assert first.findings == second.findings and (first.tells, second.tells) == (True, False)
-    assert "2 hosts met at host-a:29500: host-a, host-b" in first.findings[0].what
+    assert "2 hosts joined at host-a:29500: host-a, host-b" in first.findings[0].what
     (timings,) = first.timings
     assert timings.backend == "gloo" and [row.hosts for row in timings.pairs] == [(0, 1)]
     assert timings.sizes[0].bytes == 4096 and timings.sizes[0].seconds > 0
@@ -140,8 +140,8 @@ def test_a_meeting_port_that_is_closed_is_named_on_both_hosts(hosts: Hosts) -> N
     first, second = reports([call(host, patience_s=BRIEF_S) for host in (a, b)])
     found = the(second, f"port {PORT}")
     assert (found.state, found.host, found.fix) == ("failed", "host-a", f"ufw allow {PORT}/tcp")
-    assert f"host-b tried host-a (10.77.0.1) port {PORT}" in found.what and "packets are dropped" in found.what
-    assert "1 of 2 hosts came" in the(first, "rendezvous").what
+    assert f"host-b tried host-a (10.77.0.1) port {PORT}" in found.what and "drops the packets" in found.what
+    assert "1 of 2 hosts joined" in the(first, "rendezvous").what
     assert first.tells and second.tells
 
 
@@ -151,21 +151,21 @@ def test_a_host_that_never_comes_is_missed_by_name_where_names_are_known(
 ) -> None:
     (report,) = reports([call(hosts[0], patience_s=BRIEF_S, names=names)])
     found = the(report, "rendezvous")
-    assert f"1 of 2 hosts came to host-a:29500 within 2 s: host-a; missing: {missing}" in found.what
+    assert f"1 of 2 hosts joined at host-a:29500 within 2 s: host-a; missing: {missing}" in found.what
     assert found.fix.endswith("nc -vz host-a 29500")
 
 
 def test_a_first_host_that_never_comes_is_named(hosts: Hosts) -> None:
     (report,) = reports([call(hosts[1], patience_s=BRIEF_S)])
     found = the(report, f"port {PORT}")
-    assert found.host == "host-a" and "refuses host-b at port 29500" in found.what
+    assert found.host == "host-a" and "has refused host-b on port 29500" in found.what
     assert "start the check on host-a too" in found.fix
 
 
 def test_a_name_that_does_not_resolve_is_named(hosts: Hosts) -> None:
     (report,) = reports([call(hosts[1], endpoint="host-x:29500", patience_s=BRIEF_S)])
     found = the(report, "name")
-    assert found.host == "host-b" and "the name host-x" in found.what and "does not resolve on host-b" in found.what
+    assert found.host == "host-b" and "host host-x" in found.what and "does not resolve on host-b" in found.what
     assert found.fix == "echo 'ADDRESS host-x' >> /etc/hosts"
 
 
@@ -214,7 +214,7 @@ def test_an_mtu_black_hole_is_laid_to_the_host_whose_large_packets_vanish(hosts:
     found = the(first, "packets")
     assert (found.state, found.host) == ("failed", hosts[hurt].name)
     assert found.fix == "ip link set dev eth0 mtu 1400"
-    assert f"more than 1400 bytes from {hosts[hurt].name} to {hosts[spared].name} vanish" in found.what
+    assert f"more than 1400 bytes from {hosts[hurt].name} to {hosts[spared].name} are dropped" in found.what
     assert first.findings == second.findings and not first.timings  # no collective was tried, which would have hung
 
 
@@ -242,7 +242,7 @@ def test_versions_a_clock_and_data_that_differ_are_laid_to_their_host(hosts: Hos
     assert {versions.host, clock.host, data.host} == {"host-b"}
     assert "host-b has torch 2.12.1, the others" in versions.what and versions.fix.startswith("pip install torch==")
     assert "the clock of host-b is 7.0 s ahead of host-a" in clock.what and clock.fix == "timedatectl set-ntp true"
-    assert "tokenizer.json of host-b is sha256" in data.what
+    assert "tokenizer.json on host-b is sha256" in data.what
     assert data.fix == f"rsync -a host-a:{tmp_path / 'a' / 'tokenizer.json'} {tmp_path / 'b'}/"
 
 
@@ -252,7 +252,7 @@ def test_a_host_that_hashes_for_long_is_waited_for_and_not_missed(hosts: Hosts, 
     first, second = reports([call(hosts[0], data=data, says_to=said), call(hosts[1], data=data, hashes_after=said)])
     assert said.read_text() == "waiting for host-b: hashing data"
     assert not [finding for finding in first.findings if finding.state == "failed"]
-    assert "on all hosts 1 file is alike" in [finding.what for finding in first.findings]
+    assert "on all hosts 1 file is identical" in [finding.what for finding in first.findings]
     assert second.findings == first.findings
 
 
@@ -260,14 +260,14 @@ def test_a_host_that_dies_in_the_middle_of_the_collectives_is_named(hosts: Hosts
     first, _ = call(hosts[0], collectives=True), call(hosts[1], collectives=True, dies_with="collectives.SizeRow")
     (report,) = reports([first])
     found = the(report, "rendezvous")
-    assert found.host == "host-b" and "host-b came, and then stopped answering" in found.what
+    assert found.host == "host-b" and "host-b joined and then stopped responding" in found.what
 
 
 def test_a_first_host_that_dies_is_named_by_the_others(hosts: Hosts) -> None:
     _, second = call(hosts[0], dies_with="check.judge"), call(hosts[1])
     (report,) = reports([second])
     found = the(report, "rendezvous")
-    assert found.host == "host-a" and "stopped answering" in found.what and report.tells
+    assert found.host == "host-a" and "stopped responding" in found.what and report.tells
 
 
 def test_of_three_hosts_the_one_behind_a_slow_link_is_named(tmp_path: Path) -> None:

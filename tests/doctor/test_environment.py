@@ -29,12 +29,12 @@ def judged(name: str, value: str, **facts: Any) -> Finding:
 @pytest.mark.parametrize(
     ("name", "value", "meaning"),
     [
-        ("OMP_NUM_THREADS", "4", "threads of each process"),
+        ("OMP_NUM_THREADS", "4", "CPU threads per process"),
         ("NCCL_IB_HCA", "mlx5_0", "InfiniBand devices"),
         ("NCCL_IB_HCA", "mlx5", "InfiniBand devices"),
         ("NCCL_IB_HCA", "=mlx5_0:1,mlx5_1:1", "InfiniBand devices"),
         ("NCCL_IB_HCA", "^mlx5_9", "InfiniBand devices"),
-        ("NCCL_IB_DISABLE", "0", "without InfiniBand"),
+        ("NCCL_IB_DISABLE", "0", "disables InfiniBand"),
         ("NCCL_SOMETHING_NEW", "1", "read by NCCL"),
         ("GLOO_SOCKET_IFNAME", "eth1", "network interface"),
         ("NCCL_SOCKET_IFNAME", "eth", "network interfaces"),
@@ -42,11 +42,11 @@ def judged(name: str, value: str, **facts: Any) -> Finding:
         ("NCCL_SOCKET_IFNAME", "^docker0", "network interfaces"),
         ("CUDA_VISIBLE_DEVICES", "0,3", "GPUs this process may use"),
         ("CUDA_VISIBLE_DEVICES", "GPU-8f2c", "GPUs this process may use"),
-        ("MASTER_ADDR", "10.0.0.5", "where ranks meet"),
-        ("MASTER_PORT", "29500", "where ranks meet"),
-        ("NCCL_DEBUG", "WARN", "how much NCCL says"),
+        ("MASTER_ADDR", "10.0.0.5", "rendezvous host"),
+        ("MASTER_PORT", "29500", "rendezvous port"),
+        ("NCCL_DEBUG", "WARN", "NCCL log level"),
         ("HF_HUB_OFFLINE", "1", "no downloads"),
-        ("no_proxy", "localhost", "without the proxy"),
+        ("no_proxy", "localhost", "bypass the proxy"),
     ],
 )
 def test_a_variable_that_is_set_is_shown_with_what_it_does(name: str, value: str, meaning: str) -> None:
@@ -86,7 +86,7 @@ def test_a_value_that_hurts_is_named_with_the_line_to_type(name: str, value: str
 
 
 def test_infiniband_is_asked_for_or_left_alone_only_where_there_is_some() -> None:
-    assert "leaves mlx5_0, mlx5_1 alone" in judged("NCCL_IB_DISABLE", "1").what
+    assert "ignores mlx5_0, mlx5_1" in judged("NCCL_IB_DISABLE", "1").what
     assert judged("NCCL_IB_DISABLE", "1", infiniband=()).state == "ok"
     assert "(it has mlx5_0, mlx5_1)" in judged("NCCL_IB_HCA", "mlx4_0").what
     absent = judged("NCCL_IB_HCA", "mlx5_0", infiniband=())
@@ -114,7 +114,7 @@ def test_a_host_that_has_no_address_and_a_port_that_is_taken_are_found() -> None
 
 def test_what_is_for_gpus_is_no_matter_without_one_and_what_is_for_compiling_none_without_that() -> None:
     found = judged("NCCL_P2P_DISABLE", "1", gpus=0)
-    assert found.state == "ok" and found.what.endswith("of no effect without a GPU")
+    assert found.state == "ok" and found.what.endswith("no effect without a GPU")
     assert judged("TORCHDYNAMO_DISABLE", "1", compiles=False).state == "ok"
 
 

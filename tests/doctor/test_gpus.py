@@ -121,26 +121,26 @@ def test_a_gpu_that_is_well_is_one_line() -> None:
     smi = Smi(uuid="a", temperature_c=31, ecc_errors=0, driver="570.1", power_limit_w=700.0)
     found = gpu(smi=smi)
     assert found.state == "ok" and found.check == "GPU 3"
-    assert found.what == ("H100, 79 of 80 GiB free, 31 °C, no ECC errors, 700 W, driver 570.1, float32 products right")
-    assert gpu().what == "H100, 79 of 80 GiB free, float32 products right"
+    assert found.what == ("H100, 79 of 80 GiB free, 31 °C, no ECC errors, 700 W, driver 570.1, float32 matmuls correct")
+    assert gpu().what == "H100, 79 of 80 GiB free, float32 matmuls correct"
 
 
 def test_a_gpu_that_is_not_well_is_named_with_what_to_type() -> None:
     wrong = gpu(wrong={"float32": 0, "bfloat16": 12})
     assert wrong.state == "failed" and wrong.fix == "export CUDA_VISIBLE_DEVICES=0,1,2,4"
-    assert "computes wrong results: 12 of 50,331,648 elements of a bfloat16 product" in wrong.what
+    assert "computes wrong results: 12 of 50,331,648 elements of a bfloat16 matmul" in wrong.what
     errors = gpu(smi=Smi(uuid="8f2c", ecc_errors=2))
     assert (
         errors.state == "warning"
         and errors.fix == "sudo nvidia-smi --gpu-reset -i GPU-8f2c"
-        and "2 memory errors" in errors.what
+        and "2 uncorrectable ECC memory errors" in errors.what
     )
-    assert "slowed down by the power supply" in gpu(smi=Smi(uuid="", slowdown="the power supply")).what
+    assert "throttled by the power supply" in gpu(smi=Smi(uuid="", slowdown="the power supply")).what
     hot = gpu(smi=Smi(uuid="8f2c", temperature_c=91))
-    assert "slowed down by heat at 91 °C" in hot.what and hot.fix.endswith(" -i GPU-8f2c")
+    assert "throttled by heat at 91 °C" in hot.what and hot.fix.endswith(" -i GPU-8f2c")
     taken = gpu(free_bytes=10 * GIB)
     assert (
-        taken.state == "warning" and "70 of 80 GiB of its memory are taken" in taken.what and "nvidia-smi" in taken.fix
+        taken.state == "warning" and "70 of 80 GiB of its memory are used" in taken.what and "nvidia-smi" in taken.fix
     )
 
 
@@ -161,12 +161,12 @@ def test_each_gpu_that_torch_may_use_is_looked_at_and_a_bad_one_is_left_out(monk
     monkeypatch.setattr(gpus, "wrong_elements", wrong)
     smis = [Smi(uuid="3", temperature_c=44), Smi(uuid="7", temperature_c=99)]
     full, bad, dead, fine = gpus.look_at_gpus({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, smis)
-    assert full.state == "warning" and "taken by other processes" in full.what
+    assert full.state == "warning" and "used by other processes" in full.what
     assert (
         bad.state == "failed" and bad.fix == "export CUDA_VISIBLE_DEVICES=4,6,7" and "wrong results: 12 of" in bad.what
     )
     assert dead.state == "failed" and dead.fix == "export CUDA_VISIBLE_DEVICES=4,5,7" and "launch failure" in dead.what
-    assert fine.state == "ok" and "44 °C" in fine.what and "float32 and bfloat16 products right" in fine.what
+    assert fine.state == "ok" and "44 °C" in fine.what and "float32 and bfloat16 matmuls correct" in fine.what
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -214,9 +214,9 @@ def test_products_on_the_cpu_are_judged_by_their_results_and_their_speed() -> No
     wrong = check_cpu_products({"float32": [7, 0.01], "bfloat16": [0, 0.01]})
     assert wrong.state == "failed" and "7 of 524,288 elements in float32" in wrong.what
     slow = check_cpu_products({"float32": [0, 0.01], "bfloat16": [0, 0.1]})
-    assert slow.state == "ok" and "bfloat16 10x slower than float32, which --dtype auto takes" in slow.what
+    assert slow.state == "ok" and "bfloat16 is 10x slower than float32, which --dtype auto uses" in slow.what
     fast = check_cpu_products({"float32": [0, 0.03], "bfloat16": [0, 0.01]})
-    assert fast.state == "ok" and re.search(r"bfloat16 3.0x as fast as float32: --dtype bfloat16", fast.what)
+    assert fast.state == "ok" and re.search(r"bfloat16 is 3.0x as fast as float32: try --dtype bfloat16", fast.what)
     assert check_cpu_products({"float32": [0, 0.03]}).fix == "drumline train --dtype float32"
 
 

@@ -183,7 +183,7 @@ def test_a_black_hole_around_one_host_is_laid_to_that_host_alone(count: int) -> 
 def test_loss_is_laid_to_the_host_that_had_to_send_again(count: int) -> None:
     (found,) = broken(count, of(1, count), retransmitted=60)
     assert (found.check, found.state, found.host) == ("loss", "warning", "host-1")
-    assert "2.0% had to be sent again" in found.what
+    assert "2.0% retransmitted" in found.what
 
 
 def test_a_few_packets_sent_again_are_nothing() -> None:
@@ -269,10 +269,10 @@ def test_the_host_with_other_data_is_named_with_the_line_that_copies_it(count: i
     told = {number: {"tokens/train.bin": "a" * 64} for number in range(count)}
     (found,) = compare_data(hosts, {**told, 1: {"tokens/train.bin": "b" * 64}})
     assert (found.check, found.host) == ("data", "host-1")
-    assert found.what == "tokens/train.bin of host-1 is sha256 bbbbbbbbbbbb, of host-0 sha256 aaaaaaaaaaaa"
+    assert found.what == "tokens/train.bin on host-1 is sha256 bbbbbbbbbbbb, on host-0 sha256 aaaaaaaaaaaa"
     assert found.fix == "rsync -a host-0:/data/tokens /mnt/"
-    (found,) = compare_data(hosts, {**told, 1: {"tokens/train.bin": "7 bytes where its manifest says 9"}})
-    assert found.what.startswith("tokens/train.bin of host-1 is 7 bytes where its manifest says 9, of host-0 sha256 aa")
+    (found,) = compare_data(hosts, {**told, 1: {"tokens/train.bin": "7 bytes, but 9 in its manifest"}})
+    assert found.what.startswith("tokens/train.bin on host-1 is 7 bytes, but 9 in its manifest, on host-0 sha256 aa")
 
 
 def test_data_that_is_alike_is_told_with_how_it_was_compared() -> None:
@@ -282,10 +282,10 @@ def test_data_that_is_alike_is_told_with_how_it_was_compared() -> None:
         (found,) = compare_data(hosts, dict.fromkeys(range(2), data))
         return found
 
-    assert told(a="a" * 64) == Finding("data", "ok", "on all hosts 1 file is alike")
+    assert told(a="a" * 64) == Finding("data", "ok", "on all hosts 1 file is identical")
     listed, tokens = "b" * 64 + BY_NAME, "c" * 64 + BY_MANIFEST
-    assert told(text=listed).what == "on all hosts 1 folder is alike by name and size"
-    both = "on all hosts 1 file is alike, 2 files are alike by manifest and size"
+    assert told(text=listed).what == "on all hosts 1 folder is identical by name and size"
+    both = "on all hosts 1 file is identical, 2 files are identical by manifest and size"
     assert told(a="a" * 64, b=tokens, c=tokens).what == both
     nowhere = told(text="missing")
     assert (nowhere.state, nowhere.what, nowhere.fix) == ("failed", "text is missing on every host", "ls -l /data/text")
@@ -313,7 +313,7 @@ def test_an_interface_slower_than_the_others_is_named() -> None:
         for each in hosts
     ]
     (found,) = bad(hosts, sights)
-    assert (found.host, found.what) == ("host-2", "eth0 of host-2 runs at 100 Mbit/s, others at 1,000")
+    assert (found.host, found.what) == ("host-2", "eth0 on host-2 runs at 100 Mbit/s, others at 1,000")
 
 
 def test_names_that_do_not_resolve_or_mean_another_machine_get_their_lines_for_etc_hosts() -> None:
@@ -322,7 +322,7 @@ def test_names_that_do_not_resolve_or_mean_another_machine_get_their_lines_for_e
     sights[0, 2] = replace(sights[0, 2], name_means="192.0.2.7")
     (found,) = bad(hosts, sights)
     assert (found.check, found.host) == ("name", "host-0")
-    assert "host-1 does not resolve, host-2 means 192.0.2.7" in found.what
+    assert "host-1 does not resolve, host-2 is 192.0.2.7" in found.what
     assert found.fix == "printf '10.0.0.2 host-1\\n10.0.0.3 host-2\\n' >> /etc/hosts"
 
 

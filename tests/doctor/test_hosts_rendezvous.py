@@ -102,7 +102,7 @@ def test_a_port_that_is_in_use_is_named_with_the_program() -> None:
         report = check_hosts(rendezvous_at(f"127.0.0.1:{port}", hosts=2), say=print)
     (found,) = report.findings
     assert (found.check, found.state, report.tells) == (f"port {port}", "failed", True)
-    assert f"port {port} of {socket.gethostname()}" in found.what and "is in use" in found.what
+    assert f"port {port} on {socket.gethostname()}" in found.what and "is in use" in found.what
     assert found.fix == f"on every host: drumline doctor --nnodes 2 --rdzv_endpoint 127.0.0.1:{port + 1}"
 
 
@@ -124,7 +124,7 @@ def test_a_host_that_never_comes_is_named_by_its_number_or_by_slurms_name() -> N
         report = check_hosts(rendezvous, say=print, patience_s=0.2)
         (found,) = report.findings
         assert (found.check, found.host) == ("rendezvous", shown)
-        assert f"1 of 2 hosts came to {own}:{port}" in found.what and f"missing: {shown}" in found.what
+        assert f"1 of 2 hosts joined at {own}:{port}" in found.what and f"missing: {shown}" in found.what
 
 
 def test_hosts_that_are_too_many_or_too_late_are_told_the_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +133,8 @@ def test_hosts_that_are_too_many_or_too_late_are_told_the_whole_command(monkeypa
     again = "on every host: drumline doctor --nnodes {} --rdzv_endpoint 192.0.2.1:29400"
     Messenger(store, "").post("roster", {"came": [0], "attendance": Finding("rendezvous", "failed", "").as_dict()})
     for what, fix in (
-        ("came after the others had stopped waiting", f"{again.format(2)} --patience 60"),
-        ("came as host 3 of 2", again.format(3)),
+        ("joined after the others had stopped waiting", f"{again.format(2)} --patience 60"),
+        ("joined as host 3 of 2", again.format(3)),
     ):
         (found,) = check_hosts(rendezvous_at("192.0.2.1", hosts=2), say=print).findings
         assert what in found.what and (found.host, found.fix) == (socket.gethostname(), fix)
@@ -184,7 +184,7 @@ def test_of_a_prepared_folder_the_tokenizer_is_read_and_tokens_of_another_size_a
     (tmp_path / "valid.bin").unlink()
     (tmp_path / "tokenizer.json").write_text("[]")
     changed = data_hashes(tmp_path)
-    assert changed[key] == "3 bytes where its manifest says 2" and changed[f"{tmp_path.name}/valid.bin"] == "missing"
+    assert changed[key] == "3 bytes, but 2 in its manifest" and changed[f"{tmp_path.name}/valid.bin"] == "missing"
     read = f"{tmp_path.name}/tokenizer.json"
     assert len(changed[read]) == 64 and changed[read] != whole[read]
     assert own_facts(0, {}, data=[tmp_path, tmp_path / "train.bin"]).hashed_bytes == 2 + 3

@@ -124,9 +124,7 @@ def test_a_folder_that_cannot_be_is_failed(tmp_path: Path) -> None:
 def test_a_disk_that_takes_nothing_is_told_what_to_type(error: OSError, fix: str) -> None:
     disk = Disk(folder=Path("/tmp/run"), existing=Path("/tmp"), error=error, roomier=Path("/data"))
     found = check_disk(disk)
-    assert (
-        found.state == "failed" and found.what == f"/tmp/run cannot be written ({error.strerror})" and fix in found.fix
-    )
+    assert found.state == "failed" and found.what == f"/tmp/run is not writable ({error.strerror})" and fix in found.fix
 
 
 def test_a_folder_of_somebody_else_is_told_to_take_over_that_folder_and_none_above_it() -> None:
@@ -157,7 +155,7 @@ def test_a_disk_that_is_full_slow_or_memory_is_a_warning() -> None:
     slow = check_disk(Disk(**where, free_bytes=10**12, bytes_per_s=10e6, roomier=Path("/data")))
     assert slow.state == "warning" and "takes 150 s" in slow.what and "/data" in slow.fix
     memory = check_disk(Disk(**where, free_bytes=10**12, bytes_per_s=1e9, kind="tmpfs"))
-    assert memory.state == "warning" and "lost with the next restart" in memory.what
+    assert memory.state == "warning" and "lost at the next reboot" in memory.what
     assert check_disk(Disk(**where, free_bytes=10**12, bytes_per_s=1e9, kind="ext4")).state == "ok"
 
 

@@ -32,7 +32,7 @@ def test_all_kinds_of_faults_in_one_drill_cost_nothing_but_time(
     report = json.loads((folder / "drill.json").read_text())
     assert report["held"] and report["weights_sha256"] == report["undisturbed_sha256"]
     assert {outcome["fault"] for outcome in report["outcomes"]} == set(FAULTS)
-    assert "final weights equal to the undisturbed run's" in said and said.endswith("everything held\n")
+    assert "final weights equal to the reference run's" in said and said.endswith("passed: no work was lost\n")
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,10 @@ def test_all_kinds_of_faults_in_one_drill_cost_nothing_but_time(
 def test_a_drill_does_not_hold_if_anything_did_not(harm: dict[str, object]) -> None:
     outcome = Outcome("kill", at_step=7, noticed_s=0.1, again_s=0.5, lost_steps=2, named=True)
     report = DrillReport([outcome], 100, wall_s=20.0, step_s=0.1, weights_sha256="a", undisturbed_sha256="a")
-    assert report.held and report.goodput == 0.5 and conclusion(report)[-1] == "everything held"
+    assert report.passed and report.goodput == 0.5 and conclusion(report)[-1] == "passed: no work was lost"
     for name, value in harm.items():
         setattr(report if hasattr(report, name) else outcome, name, value)
-    assert not report.held and conclusion(report)[-1] == "NOT everything held"
+    assert not report.passed and conclusion(report)[-1] == "FAILED"
     assert len(fault_rows(report)) == 1
 
 
@@ -73,7 +73,7 @@ def test_mistakes_are_told_in_two_lines(flags: list[str], said: str, capsys: pyt
 
 def test_a_drill_never_deletes_a_folder_that_is_not_its_own(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("weights")
-    with pytest.raises(Exception, match="is no drill's"):
+    with pytest.raises(Exception, match="is not a drill folder"):
         run_drill(DrillConfig(folder=tmp_path), say=print)
     assert (tmp_path / "precious").exists()
     assert parse_faults("nan,kill") == ("kill", "nan")

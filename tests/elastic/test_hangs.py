@@ -72,8 +72,8 @@ def test_what_a_rank_waits_in_is_what_it_says_whatever_functions_are_called(stac
     [
         (IN_BARRIER, "waits in barrier (mine.py:9) at step 12"),
         (IN_STATISTICS, "waits in _distributed_broadcast_coalesced (step.py:58) at step 12"),
-        (IN_BACKWARD, "still ran at step 12, in __call__ (step.py:97)"),  # its own part of backward
-        (LOOP, "still ran at step 12, in forever (data.py:7)"),
+        (IN_BACKWARD, "was still running at step 12, in __call__ (step.py:97)"),  # its own part of backward
+        (LOOP, "was still running at step 12, in forever (data.py:7)"),
     ],
 )
 def test_code_that_does_not_say_what_it_waits_for_waits_in_a_call_of_torch_distributed(stack: str, other: str) -> None:
@@ -90,7 +90,7 @@ def test_of_ranks_that_came_equally_far_the_one_that_does_not_wait_is_named() ->
     assert blame(hang, ends, {}) is None
     cause = hang_cause(hang, ends, stopped=False, stacks={}, all_wait=True)
     assert cause.line.endswith(
-        "was waiting, as all ranks here, for 9 s in exchange at step 12, in the sum of the gradients"
+        "was waiting, like all ranks here, for 9 s in exchange at step 12, in the sum of the gradients"
     )
 
 
@@ -111,7 +111,7 @@ def test_a_rank_that_exits_early_is_the_cause_and_not_those_that_lost_it() -> No
     lost = {"exception": "Connection closed by peer", "traceback": "", "time": 5.0, "host": "here"}
     ends = [End(0, 10, 70, 12, lost, "exchange"), End(1, 11, 0, 12, None, "data")]
     cause = first_cause(ends)
-    assert cause.line.endswith("(process 11) ended with exit code 0 at step 12 before the run's end")
+    assert cause.line.endswith("(process 11) exited with code 0 at step 12 before the end of the run")
     assert cause.others == ("rank 0 (process 10) lost its connection at step 12",)
     assert not End(1, 11, 0, 12, None, "ending").is_early
     assert not End(1, 11, 0, None, None, "starting").is_early  # a function that does not train may end when it likes
@@ -238,7 +238,7 @@ def test_a_host_whose_ranks_all_wait_leaves_it_to_another_to_name_the_rank_for_a
     assert waiting._name(hang) is None and not ranks.killed
     while (cause := waiting._name(hang)) is None:
         assert not ranks.killed
-    assert ranks.killed and "waiting, as all ranks here" in cause.line
+    assert ranks.killed and "waiting, like all ranks here" in cause.line
 
     alone, ranks = supervisor(phases, run, {0: IN_BACKWARD, 1: LOOP}, waits_for=[GRADIENTS, ""])
     cause = alone._name(hang)
@@ -250,7 +250,7 @@ def test_a_host_whose_only_rank_exits_early_has_not_succeeded(
 ) -> None:
     early, _ = supervisor({1: "data"}, {1: 0}, {})
     cause = early._until_the_attempt_ends()
-    assert isinstance(cause, Cause) and cause.line.endswith("ended with exit code 0 at step 12 before the run's end")
+    assert isinstance(cause, Cause) and cause.line.endswith("exited with code 0 at step 12 before the end of the run")
     done, _ = supervisor({1: "ending"}, {1: 0}, {})
     assert done._until_the_attempt_ends() == 0
     starting, _ = supervisor({1: "starting"}, {1: 0}, {})

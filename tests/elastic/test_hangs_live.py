@@ -100,9 +100,7 @@ def test_each_way_to_stand_still_or_leave_is_named_and_the_run_goes_on_to_its_en
         r"was stopped \(SIGSTOP\) for \d+ s in compute at step \d+, in at \(work.py:\d+\); starting .*" + waits,
     ):
         assert re.search(rank_1 + report, told), f"{report}\n{told}"
-    assert len(re.findall(rank_1 + r"ended with exit code 0 at step \d+ before the run's end; starting", told)) == 2, (
-        told
-    )
+    assert len(re.findall(rank_1 + r"exited with code 0 at step \d+ before the end of the run; rest", told)) == 2, told
     assert re.search(r" in loop_for_ever\n  File .*work.py.* in at\n  File .*work.py.* in __getitem__\n", told), told
     assert not re.search(r"^rank 0 on ", told, re.MULTILINE), told
 

@@ -148,5 +148,5 @@ def test_a_rendezvous_port_that_is_in_use_is_named(hosts: Hosts, text: Path) -> 
     start = [sys.executable, "-c", listening, *command()]
     first = by_variables(hosts[0], start, rank=0, cwd=text.parent)
     assert first.ended(within_s=LIMIT_S) == 1, first.said
-    assert f"error: port {PORT}, where rank 0 on host-a is to meet the others, is in use" in first.said
+    assert f"error: the rendezvous port {PORT} of rank 0 on host-a is in use" in first.said
     assert "fix: choose a free one: the same MASTER_PORT" in first.said and "Traceback" not in first.said

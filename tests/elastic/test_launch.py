@@ -105,7 +105,7 @@ def test_ctrl_c_stops_all_ranks_at_a_saved_step_and_leaves_no_process(
         out = process.stdout.read()
         process.wait(TIMEOUT_S)
     assert process.returncode == EXIT_STOPPED
-    assert "everything is saved; to go on" in out
+    assert "everything is saved; to resume" in out
     wait_until_gone(children)
     assert {path.name.split("_")[0] for path in scratch.iterdir()} <= {"torchinductor"}  # a cache
     status = RunFolder(tmp_path / "run").read_status()
@@ -119,7 +119,7 @@ def test_a_rank_that_is_killed_is_named_and_with_no_restarts_ends_the_run(
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == EXIT_FAILED
     lines = [line for line in err.splitlines() if line.startswith(("error:", "  fix:"))]
-    assert "SIGKILL" in lines[0] and "rank 1" in lines[0] and "start the same command again" in lines[1]
+    assert "SIGKILL" in lines[0] and "rank 1" in lines[0] and "run the same command again" in lines[1]
     status = RunFolder(tmp_path / "run").read_status()
     assert status["state"] == "failed" and "SIGKILL" in status["cause"]
     assert status["first_cause"]["rank"] == 1 and status["first_cause"]["host"] == socket.gethostname()
@@ -131,7 +131,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
     with _killed_once(reference[0], tmp_path / "run", "60") as process:
         _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
-    assert err.startswith("rank 1 on ") and "was ended by SIGKILL at step " in err
+    assert err.startswith("rank 1 on ") and "was killed by SIGKILL at step " in err
     assert len(losses(tmp_path / "run")) == 60
     assert RunFolder(tmp_path / "run").read_status()["state"] == "finished"
 
@@ -139,7 +139,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
 def test_a_single_rank_is_watched_too_when_it_is_asked_for(reference: tuple[Path, list[float]], tmp_path: Path) -> None:
     with _killed_once(reference[0], tmp_path / "run", "40", "--nproc", "1", rank=0) as process:
         _, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0 and "starting again (1)" in err, err
+    assert process.returncode == 0 and "restarting (1)" in err, err
 
 
 def _killed_once(where: Path, run: Path, steps: str, *flags: str, rank: int = 1) -> subprocess.Popen[str]:

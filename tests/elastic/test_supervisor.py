@@ -129,8 +129,8 @@ def test_a_killed_rank_is_the_one_named_and_the_run_goes_on(launch: Callable[...
     launcher.until(10)
     assert launcher.end()[0] == 0
     first = launcher.said.splitlines()[0]
-    assert first.startswith(f"rank {number} on ") and f"(process {victim.pid}) was ended by SIGKILL at step " in first
-    assert first.endswith("; starting again (1)") and "onnection" not in launcher.said
+    assert first.startswith(f"rank {number} on ") and f"(process {victim.pid}) was killed by SIGKILL at step " in first
+    assert first.endswith("; restarting (1)") and "onnection" not in launcher.said
 
 
 def test_an_exception_shows_its_own_traceback_and_not_what_followed_on_other_ranks(
@@ -148,7 +148,7 @@ def test_three_crashes_without_a_step_more_end_the_run_with_the_first_cause(laun
     launcher = launch("always")
     assert launcher.end()[0] == EXIT_FAILED
     said = launcher.said
-    assert said.count("starting again") == 2 and "boom of always at step 8 (3 crashes in a row" in said
+    assert said.count("restarting") == 2 and "boom of always at step 8 (3 crashes in a row" in said
     first = said.splitlines()[0].partition(" failed")[0]
     assert f"error: {first} failed" in said
 
@@ -156,7 +156,7 @@ def test_three_crashes_without_a_step_more_end_the_run_with_the_first_cause(laun
 def test_an_exit_code_that_nobody_gives_is_a_crash(launch: Callable[..., Launcher]) -> None:
     launcher = launch("exit", steps=20)
     assert launcher.end()[0] == 0
-    assert "ended with exit code 9 at step 8; starting again (1)" in launcher.said
+    assert "exited with code 9 at step 8; restarting (1)" in launcher.said
 
 
 def test_a_frozen_rank_is_named_and_the_run_goes_on(launch: Callable[..., Launcher]) -> None:

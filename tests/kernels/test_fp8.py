@@ -310,15 +310,15 @@ MY_MODEL = "drumline.model.gpt:GPT"
 @pytest.mark.parametrize(
     ("flags", "problem", "fix"),
     [
-        ("", "needs a Hopper GPU (H100, H200), and this run computes on the cpu", "train on one"),
-        ("--preset gpt2", "activation gelu instead of relu2", "use the shape and parts of --preset modern"),
-        ("--n_heads 16", "heads 48 wide", "use the shape and parts of --preset modern"),
-        ("--d_ff 3000", "d_ff 3000, not a multiple of 256", "use the shape and parts of --preset modern"),
-        ("--dropout 0.1", "dropout 0.1 instead of 0.0", "use the shape and parts of --preset modern"),
+        ("", "needs a Hopper GPU (H100, H200), but this run uses the cpu", "train on one"),
+        ("--preset gpt2", "activation gelu instead of relu2", "use the model options of --preset modern"),
+        ("--n_heads 16", "heads 48 wide", "use the model options of --preset modern"),
+        ("--d_ff 3000", "d_ff 3000, not a multiple of 256", "use the model options of --preset modern"),
+        ("--dropout 0.1", "dropout 0.1 instead of 0.0", "use the model options of --preset modern"),
         ("--context 1000", "a multiple of 128 tokens, not 1000", "choose another --context, as 1024"),
-        ("--document_mask", "within documents", "leave out --document_mask"),
-        ("--bitwise", "does not promise the same bits", "leave out --bitwise"),
-        ("--dtype float32", "not in float32", "use --dtype bfloat16"),
+        ("--document_mask", "document masks", "drop --document_mask"),
+        ("--bitwise", "is not bitwise reproducible", "drop --bitwise"),
+        ("--dtype float32", "not float32", "use --dtype bfloat16"),
         (f"--model {MY_MODEL}", f"not for --model {MY_MODEL}", "use --model gpt"),
     ],
 )
@@ -330,7 +330,7 @@ def test_fp8_is_refused_in_two_lines_where_it_cannot_be(
     assert run_command([*command, *flags.split()]) == 1
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: --fp8 ") and problem in first
-    assert second == f"  fix: {fix}, or leave out --fp8"
+    assert second == f"  fix: {fix}, or drop --fp8"
     assert not Path("runs").exists() and not Path("data").exists()
 
 
@@ -344,7 +344,7 @@ def test_fp8_without_triton_is_refused_and_with_all_it_needs_is_not(monkeypatch:
     monkeypatch.setattr(fused_gpt, "has_kernels", lambda device: False)
     with pytest.raises(ConfigError, match="--fp8 needs Triton") as refused:
         check_fp8(fp8_run(), device)
-    assert refused.value.fix == "pip install triton, or leave out --fp8"
+    assert refused.value.fix == "pip install triton, or drop --fp8"
     monkeypatch.setattr(fused_gpt, "has_kernels", lambda device: True)
     for model in ("gpt", "drumline.kernels.gpt:FusedGPT"):
         check_fp8(fp8_run(model=model), device)

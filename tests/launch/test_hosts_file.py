@@ -56,12 +56,12 @@ def test_any_text_is_hosts_or_an_error_that_says_what_to_write(text: str) -> Non
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("-oProxyCommand=evil", "'-oProxyCommand=evil' is no host"),
-        ("host-b:two", "'host-b:two' is no host"),
+        ("-oProxyCommand=evil", "'-oProxyCommand=evil' is not a host"),
+        ("host-b:two", "'host-b:two' is not a host"),
         ("host-b:0", "host-b has 0 slots"),
-        ("host-b slots=x", "'slots=x' is not understood"),
-        ("host-b:2 slots=3", "'slots=3' is not understood"),
-        ("root@host-a slots=2", "host-a is named twice"),
+        ("host-b slots=x", "cannot parse 'slots=x'"),
+        ("host-b:2 slots=3", "cannot parse 'slots=3'"),
+        ("root@host-a slots=2", "host-a is listed twice"),
     ],
 )
 def test_a_bad_line_of_a_file_is_named_with_its_number(tmp_path: Path, line: str, problem: str) -> None:
@@ -76,5 +76,5 @@ def test_a_file_that_is_not_there_or_names_nobody_is_an_error(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="cannot read the hosts"):
         read_hosts(tmp_path / "nowhere")
     (tmp_path / "empty").write_text("# nobody\n")
-    with pytest.raises(ConfigError, match="there is no host in"):
+    with pytest.raises(ConfigError, match="there are no hosts in"):
         read_hosts(tmp_path / "empty")

@@ -192,20 +192,20 @@ def test_the_manifest_is_printed_or_written_and_kubectl_named(
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ([*CLAIMS, "--", "train"], "no --run_dir"),
-        (["--", *TRAIN], "--run_dir /runs/big lies on no --claim"),
+        ([*CLAIMS, "--", "train"], "needs --run_dir"),
+        (["--", *TRAIN], "--run_dir /runs/big is not on a --claim"),
         (["--claim", "runs", "--", *TRAIN], "--claim 'runs'"),
         ([*CLAIMS, "--name", "Big_Run", "--", *TRAIN], "--name 'Big_Run'"),
-        ([*CLAIMS, "--name", "a" * 53, "--", *TRAIN], "52 at most"),
-        ([*CLAIMS, "--name", "a" * 46, "--kind", "trainjob", "--", *TRAIN], "45 at most"),
+        ([*CLAIMS, "--name", "a" * 53, "--", *TRAIN], "at most 52"),
+        ([*CLAIMS, "--name", "a" * 46, "--kind", "trainjob", "--", *TRAIN], "at most 45"),
         ([*CLAIMS, "--namespace", "A B", "--", *TRAIN], "--namespace 'A B'"),
         ([*CLAIMS, "--shm", "much", "--", *TRAIN], "--shm 'much'"),
         ([*CLAIMS, "--env", "A", "--", *TRAIN], "--env 'A'"),
         ([*CLAIMS, "--env_from_secret", "A=", "--", *TRAIN], "--env_from_secret 'A'"),
         ([*CLAIMS, "--grace_s", "0", "--", *TRAIN], "--grace_s 0"),
         ([*CLAIMS, "--image", "", "--", *TRAIN], "--image ''"),
-        (["--", "bench"], "bench measures one host"),
-        ([*CLAIMS, "--", *TRAIN, "--nnodes", "2"], "--nnodes is the launcher's to set"),
+        (["--", "bench"], "bench runs on one host"),
+        ([*CLAIMS, "--", *TRAIN, "--nnodes", "2"], "--nnodes is set by the launcher"),
     ],
 )
 def test_mistakes_are_named(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,9 +182,9 @@ def test_every_host_that_ssh_does_not_reach_is_named_with_what_to_type(cluster: 
     told = {line.split(": ")[1]: (line, fix) for line, fix in pairwise(lines) if "error: " in line}
     for host, problem, fix in (
         ("nowhere", "its name does not resolve here", "fix: echo ADDRESS nowhere | sudo tee -a /etc/hosts"),
-        ("refuses", "nothing listens for ssh there", "systemctl start ssh"),
-        ("stranger", "its host key is not known here", f"fix: {ssh} stranger true"),
-        ("locked", "ssh is not let in without a password", "fix: ssh-copy-id locked"),
+        ("refuses", "no ssh server is running there", "systemctl start ssh"),
+        ("stranger", "its host key is unknown", f"fix: {ssh} stranger true"),
+        ("locked", "ssh login without a password is not set up", "fix: ssh-copy-id locked"),
     ):
         assert problem in told[host][0] and fix in told[host][1], started.said
     assert set(told) == {"nowhere", "refuses", "stranger", "locked"} and "Traceback" not in started.said
@@ -201,7 +201,7 @@ def test_hosts_whose_versions_differ_are_refused_by_name(cluster: Cluster, tmp_p
     started = cluster.launch(*BOTH, "--python", python, *train_flags("--run_dir", "run"), cwd=tmp_path)
     assert started.ended(within_s=LIMIT_S) == 1, started.said
     errors = [line for line in started.said.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and errors[0].startswith("error: host-b: versions: torch is 9.9 there, and 2.")
+    assert len(errors) == 1 and errors[0].startswith("error: host-b: versions: torch is 9.9 there, but 2.")
     assert "-m pip install torch==2." in started.said and not (tmp_path / "run").exists()
 
 
@@ -213,6 +213,6 @@ def test_doctors_on_two_hosts_meet_over_ssh_and_one_tells_what_lies_between_them
     doctor = [sys.executable, "-m", "drumline", "doctor", "--hosts", "host-a,host-b", "--quick"]
     started = cluster.a.start(doctor, cwd=tmp_path, env=environ)
     assert started.ended(within_s=LIMIT_S) == 0, started.said
-    met = [line for line in started.said.splitlines() if "2 hosts met at host-a:29400: host-a, host-b" in line]
+    met = [line for line in started.said.splitlines() if "2 hosts joined at host-a:29400: host-a, host-b" in line]
     assert len(met) == 1 and met[0].startswith("host-a | ok"), started.said
     assert "host-b | " in started.said

@@ -140,7 +140,7 @@ def batch(tmp_path: Path) -> Callable[..., tuple[int, str, list[str]]]:
 @pytest.mark.parametrize("code", [75, 130, 138, 143])
 def test_a_run_that_a_signal_stopped_is_queued_again(batch: Callable[..., Any], code: int) -> None:
     ended, said, asked = batch(job(), code=code)
-    assert ended == code and asked == ["requeue 7"] and "queued again" in said
+    assert ended == code and asked == ["requeue 7"] and "requeued" in said
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 70, 137])
@@ -155,7 +155,7 @@ def test_a_run_that_ended_by_itself_is_not_queued_again_and_its_exit_code_is_the
 def test_a_job_is_not_queued_again_for_ever(batch: Callable[..., Any]) -> None:
     assert batch(job(max_requeues=2), code=75, restarts=1)[2] == ["requeue 7"]
     ended, said, asked = batch(job(max_requeues=2), code=75, restarts=2)
-    assert ended == 75 and asked == [] and "after 2 restarts; to go on: sbatch /shared/runs/big.sbatch" in said
+    assert ended == 75 and asked == [] and "after 2 restarts; to resume: sbatch /shared/runs/big.sbatch" in said
 
 
 def test_bash_hands_over_quotes_and_newlines_as_they_are(batch: Callable[..., Any], tmp_path: Path) -> None:
@@ -168,11 +168,11 @@ def test_bash_hands_over_quotes_and_newlines_as_they_are(batch: Callable[..., An
     ("words", "problem"),
     [
         (["--nodes", "0", "--gpus_per_node", "8", "--", *TRAIN], "--nodes 0"),
-        ([*TWO_BY_EIGHT, "--", "train"], "no --run_dir"),
-        ([*TWO_BY_EIGHT], "nothing to run"),
+        ([*TWO_BY_EIGHT, "--", "train"], "needs --run_dir"),
+        ([*TWO_BY_EIGHT], "no command to run"),
         ([*TWO_BY_EIGHT, "--", "sample", "runs/big"], "'sample' cannot be run as a job"),
-        ([*TWO_BY_EIGHT, "--", *TRAIN, "--nproc", "8"], "--nproc is the launcher's to set"),
-        ([*TWO_BY_EIGHT, "--", *TRAIN, "--rdzv-endpoint=a:1"], "--rdzv_endpoint is the launcher's"),
+        ([*TWO_BY_EIGHT, "--", *TRAIN, "--nproc", "8"], "--nproc is set by the launcher"),
+        ([*TWO_BY_EIGHT, "--", *TRAIN, "--rdzv-endpoint=a:1"], "--rdzv_endpoint is set by the launcher"),
         ([*TWO_BY_EIGHT, "--time", "a day", "--", *TRAIN], "--time 'a day'"),
         ([*TWO_BY_EIGHT, "--time", "2", "--", *TRAIN], "--time 2 is 120 s"),
         ([*TWO_BY_EIGHT, "--warn_s", "70000", "--", *TRAIN], "--warn_s 70000"),
@@ -181,7 +181,7 @@ def test_bash_hands_over_quotes_and_newlines_as_they_are(batch: Callable[..., An
         ([*TWO_BY_EIGHT, "--job_name", "a/b", "--", *TRAIN], "--job_name 'a/b'"),
         ([*TWO_BY_EIGHT, "--partition", "a\nb", "--dry_run", "--", *TRAIN], "--partition 'a\\nb'"),
         ([*TWO_BY_EIGHT, "--sbatch", "h100", "--", *TRAIN], "--sbatch 'h100'"),
-        ([*TWO_BY_EIGHT, "--", *TRAIN, "--sample_prompt", "\udc80"], "no text"),
+        ([*TWO_BY_EIGHT, "--", *TRAIN, "--sample_prompt", "\udc80"], "not valid UTF-8"),
         ([*TWO_BY_EIGHT, "--", *TRAIN, "--lr", "-1"], "lr is -1"),
     ],
 )
@@ -216,7 +216,7 @@ def test_without_sbatch_the_script_is_written_and_the_fix_says_where_to_take_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="there is no sbatch") as raised:
+    with pytest.raises(ConfigError, match="sbatch is not installed") as raised:
         launch(*TWO_BY_EIGHT, "--script", "here.sbatch", "--", *TRAIN)
     assert f"sbatch {tmp_path}/here.sbatch" in raised.value.fix and (tmp_path / "here.sbatch").exists()
 
@@ -295,10 +295,10 @@ def test_a_job_that_is_warned_saves_is_queued_again_and_ends_with_the_weights_of
     assert wait_until(lambda: (shown(number)["Restarts"], shown(number)["JobState"]) == ("1", "PENDING")), said()
     stopped = RunFolder(here / "runs/big").read_status()
     assert stopped["state"] == "stopped" and 0 < stopped["step"] < steps, said()
-    assert "queued again" in said()
+    assert "requeued" in said()
 
     (here / "slow").unlink()
-    # SLURM lets a job that was queued again wait for two minutes. Within the second it ended in it must not start.
+    # SLURM lets a job that was requeued wait for two minutes. Within the second it ended in it must not start.
     subprocess.run(["scontrol", "update", f"jobid={number}", "StartTime=now+3"], check=True)
     assert wait_until(lambda: shown(number)["JobState"] == "COMPLETED"), said()
     assert f"(step {stopped['step']})" in said() and shown(number)["ExitCode"] == "0:0"

@@ -48,7 +48,7 @@ def test_srun_lets_the_doctors_of_two_nodes_meet_and_one_tells_for_both(slurm: d
     said = [line.split(": ", 1) for line in done.stdout.splitlines()]
     first, second = (json.loads("\n".join(line for of, line in said if of == task))["findings"] for task in "01")
     between = {finding["check"]: finding["what"] for finding in first}
-    assert between["rendezvous"].startswith("2 hosts met at 127.0.0.1:")
+    assert between["rendezvous"].startswith("2 hosts joined at 127.0.0.1:")
     assert between["reach"] == "all 2 hosts reach each other in both directions"
     assert {"rendezvous", "reach"}.isdisjoint(finding["check"] for finding in second)
     # Both nodes are this machine, and what its name stands for decides whether that is all right.

@@ -82,12 +82,12 @@ def test_a_folder_that_is_not_there_and_a_name_that_is_not_known_there_are_told_
     there = replace(plan(locally, tmp_path / "no", "train"), endpoint=Endpoint("no-such-host.invalid", 1))
     assert launch(there, checks=True) == 1
     err = capfd.readouterr().err
-    assert "error: all hosts: names: the name no-such-host.invalid, where all hosts meet, does not resolve there" in err
-    assert f"error: left: folder: there is no {tmp_path}/no\n  fix: {locally} left mkdir -p {tmp_path}/no" in err
+    assert "error: all hosts: names: the rendezvous host no-such-host.invalid does not resolve there" in err
+    assert f"error: left: folder: {tmp_path}/no does not exist\n  fix: {locally} left mkdir -p {tmp_path}/no" in err
     itself = replace(plan(locally, tmp_path / "no", "train"), endpoint=Endpoint("127.0.0.1", 1))
     assert launch(itself, checks=True) == 1
     own = capfd.readouterr().err
-    assert "means the host itself there (127.0.0.1)" in own
+    assert "resolves to the host itself there (127.0.0.1)" in own
     elsewhere = f"--rdzv_endpoint ADDRESS:1 --workdir {tmp_path}/no -- train\n"
     for said in (err, own):
         assert f"fix: drumline launch --hosts left,right --ssh {locally} {elsewhere}" in said
@@ -98,7 +98,7 @@ def test_a_name_that_one_host_knows_is_told_to_the_others_with_its_address(tmp_p
     answers = {"versions": VERSIONS, "checkout": None, "cwd": True, "meeting_addresses": ["10.0.0.7"]}
     for known, problem, fix in (
         ([], "does not resolve", f"{locally} right 'echo 10.0.0.7 left | sudo tee -a /etc/hosts'"),
-        (["127.0.1.1"], "means the host itself", "--rdzv_endpoint 10.0.0.7:29400"),
+        (["127.0.1.1"], "resolves to the host itself", "--rdzv_endpoint 10.0.0.7:29400"),
     ):
         sessions = [answering(there, 0, answers), answering(there, 1, {**answers, "meeting_addresses": known})]
         (found,) = look(sessions[1], replace(there, command=["doctor"]), meeting_addresses(sessions))
@@ -115,7 +115,7 @@ def test_a_host_with_other_versions_is_told_how_they_are_installed(tmp_path: Pat
         other = {"versions": {**VERSIONS, package: "2.0"}, "checkout": "/src/drum line"}
         sessions = [answering(there, 0, {"versions": VERSIONS}), answering(there, 1, other)]
         (found,) = compare_versions(sessions, there)
-        assert found.what == f"{package} is 2.0 there, and 1.0 on left" and fix in found.fix
+        assert found.what == f"{package} is 2.0 there, but 1.0 on left" and fix in found.fix
 
 
 VERSIONS = dict.fromkeys(("python", "torch", "drumline"), "1.0")
@@ -134,7 +134,7 @@ def test_a_host_without_that_python_or_without_drumline_is_told_what_to_install(
 ) -> None:
     assert launch(plan(locally, tmp_path, "train", python="/no/python"), checks=True) == 1
     err = capfd.readouterr().err
-    assert "all hosts: python: there is no /no/python\n  fix: drumline launch --hosts left,right " in err
+    assert "all hosts: python: /no/python does not exist\n  fix: drumline launch --hosts left,right " in err
     assert " --python PATH -- train # PATH: a Python with drumline, the same on every host\n" in err
     bare = script(tmp_path / "bare", f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     for checks in (True, False):
@@ -220,9 +220,9 @@ def telling(error: DrumlineError) -> str:
     [
         (("exit 0", "exit 0"), 0, None),
         (("exit 75", "exit 130"), EXIT_STOPPED, None),
-        (("exit 3", "exit 75"), EXIT_FAILED, "left: drumline ended with exit code 3"),
-        (("exit 3", "exit 1"), 1, "right: drumline ended with exit code 1"),
-        (("kill -9 $$", "exit 75"), EXIT_FAILED, "left: drumline was ended by SIGKILL"),
+        (("exit 3", "exit 75"), EXIT_FAILED, "left: drumline exited with code 3"),
+        (("exit 3", "exit 1"), 1, "right: drumline exited with code 1"),
+        (("kill -9 $$", "exit 75"), EXIT_FAILED, "left: drumline was killed by SIGKILL"),
         (
             (
                 telling(PeersLostError("rank 0 on left is alone", fix="f")),

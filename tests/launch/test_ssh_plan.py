@@ -28,7 +28,7 @@ def test_hosts_are_given_what_steers_torch_and_what_is_named_and_no_place_among_
     others = dict.fromkeys(("HOME", "PATH", "RANK", "MASTER_PORT", "DRUMLINE_ATTEMPT"), "1")
     assert passed_on({**steers, **named, **others}, named) == {**steers, **named}
     assert passed_on({**steers, **named, **others}, []) == steers
-    for name, problem in (("NO_SUCH", "there is no such variable"), ("RANK", "every rank is given its own")):
+    for name, problem in (("NO_SUCH", "it is not set here"), ("RANK", "it is set for every rank")):
         with pytest.raises(ConfigError, match=problem):
             passed_on(others, [name])
 
@@ -59,19 +59,19 @@ def test_hosts_that_a_doctor_is_called_to_are_not_sent_one_first(tmp_path: Path)
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("--hosts a", "there is nothing to run on the hosts"),
-        ("--hosts a -- sample runs/x", "'sample' is not a command for hosts"),
-        ("--hosts a -- train --nproc 2", "--nproc is not train's to say"),
-        ("--hosts a -- train --nnodes=2", "--nnodes is not train's to say"),
-        ("--hosts a -- doctor --names a", "--names is not doctor's to say"),
+        ("--hosts a", "there is no command to run on the hosts"),
+        ("--hosts a -- sample runs/x", "'sample' cannot be launched on hosts"),
+        ("--hosts a -- train --nproc 2", "--nproc cannot be given to train"),
+        ("--hosts a -- train --nnodes=2", "--nnodes cannot be given to train"),
+        ("--hosts a -- doctor --names a", "--names cannot be given to doctor"),
         ("--hosts a --rdzv_endpoint a:xyz -- train", "--rdzv_endpoint a:xyz is not HOST:PORT"),
         ("--hosts a --rdzv_endpoint a:65536 -- train", "--rdzv_endpoint a:65536 is not HOST:PORT"),
         ("--hosts a --rdzv_endpoint :1 -- train", "--rdzv_endpoint :1 is not HOST:PORT"),
-        ("-- train", "the hosts are to be given in one way"),
-        ("--hosts a --hostfile b -- train", "the hosts are to be given in one way"),
+        ("-- train", "hosts must be given in exactly one way"),
+        ("--hosts a --hostfile b -- train", "hosts must be given in exactly one way"),
         ("--hosts a --nproc 0 -- train", "nproc is 0"),
-        ("--hosts a --ssh no-such-ssh -- train", "there is no such program"),
-        ("--hosts a --env NO_SUCH -- train", "--env NO_SUCH: there is no such variable"),
+        ("--hosts a --ssh no-such-ssh -- train", "command not found"),
+        ("--hosts a --env NO_SUCH -- train", "--env NO_SUCH: it is not set here"),
     ],
 )
 def test_a_command_line_that_cannot_work_is_refused_with_what_to_write(words: str, problem: str) -> None:

@@ -103,7 +103,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(train: Train, text: Path, tmp_path: 
         said = process.stdout.read()
         assert process.stderr is not None and "Traceback" not in process.stderr.read()
     assert process.returncode == EXIT_STOPPED
-    assert "everything is saved; to go on:\n  drumline train --run_dir run" in said
+    assert "everything is saved; to resume:\n  drumline train --run_dir run" in said
     stopped_at = RunFolder(tmp_path / "run").read_status()["step"]
     allow = ["--total_steps", str(stopped_at + 2), "--allow_change", "total_steps"]
     assert run_command(["train", "--run_dir", "run", *allow]) == 0

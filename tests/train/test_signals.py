@@ -166,7 +166,7 @@ def test_before_training_has_begun_there_is_nothing_to_save(
 ) -> None:
     code, said = stopped_in(phase, signum, nproc=nproc)
     assert code == EXIT_INTERRUPTED, said
-    assert nproc or "error: interrupted\n  fix: start the same command again" in said
+    assert nproc or "error: interrupted\n  fix: run the same command again" in said
     assert not list((here / "run").glob("checkpoints/step-*"))
     assert finish() == prepared[1]
 
@@ -188,7 +188,7 @@ def test_while_training_everything_is_saved_and_the_run_goes_on_to_the_same_bits
 ) -> None:
     shutil.copytree(prepared[0], here / "data")
     code, said = stopped_in(phase, signum, nproc=nproc)
-    assert code == EXIT_STOPPED and "everything is saved; to go on:\n  drumline train --run_dir run" in said, said
+    assert code == EXIT_STOPPED and "everything is saved; to resume:\n  drumline train --run_dir run" in said, said
     assert RunFolder(here / "run").read_status()["state"] == "stopped"
     saved = saved_step()
     assert saved == step or (step is None and 3 <= saved < STEPS)
@@ -222,5 +222,5 @@ def test_after_the_last_step_what_is_shown_at_the_end_is_cut_short(
 def test_while_compiling_too(here: Path, prepared: tuple[Path, str], signum: int, nproc: int) -> None:
     shutil.copytree(prepared[0], here / "data")
     code, said = stopped_in("compiling", signum, "--compile", nproc=nproc)
-    assert code == EXIT_STOPPED and "everything is saved; to go on" in said, said
+    assert code == EXIT_STOPPED and "everything is saved; to resume" in said, said
     assert saved_step() == 2  # the step that was being compiled for, and the one that the ranks agreed with

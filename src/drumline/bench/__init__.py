@@ -1,7 +1,7 @@
-"""A config -> how fast it trains here, what limits it, and what a run would take.
+"""A config -> its throughput on this machine, its bottlenecks, and estimates for a run.
 
-bench: measures and sums up (config: its settings; workload: a run's steps, timed by part; ceilings: what the hardware
-can do; memory: what a step takes, and the largest batch that fits). report, plots: the figures shown. dry_run: the
+bench: runs the benchmark (config: its settings; workload: a run's steps, timed by part; ceilings: hardware limits;
+memory: memory of a step, and the largest batch size that fits). report, plots: show the results. dry_run: prints the
 resolved config and estimates, without training.
 """
 

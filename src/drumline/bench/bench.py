@@ -1,6 +1,6 @@
-"""`drumline bench`: how fast this machine trains, where a step's time goes, and what would be possible.
+"""`drumline bench`: training throughput, where step time goes, and the hardware limits.
 
-It runs the product's own steps on made-up tokens. All ranks call `run_bench`; what it gives is the same on each.
+It runs real training steps on random tokens. All ranks call `run_bench` and get the same result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One line of the table. What does not fit has no figures."""
+    """One row of the table. A configuration that does not fit has no figures."""
 
     preset: str
     batch_size: int
@@ -47,13 +47,13 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that was measured; also what --json holds."""
+    """All measurements; also the content of --json."""
 
     versions: dict[str, str]
     device: str
     device_name: str
     threads: int
-    """Of each rank, for what is computed on the CPU."""
+    """CPU threads of each rank."""
     ranks: int
     dtype: str
     compiled: bool
@@ -63,46 +63,46 @@ class Report:
     vocab_size: int
     batch_size: int
     micro_batches: int
-    """Of a step, over all ranks."""
+    """Tokens per step, over all ranks."""
     global_batch_size: int
     tokens_per_step: int
     step_s: float
     steps_per_s: float
     tokens_per_s: float
-    """Of all ranks together."""
+    """Over all ranks."""
     flops_per_token: int
     flops_per_s: float
-    """Of one rank."""
+    """Per rank."""
     mfu: float
-    """flops_per_s over that of the ceiling."""
+    """flops_per_s as a fraction of the ceiling."""
     mfu_of: Literal["data sheet", "measured matrix product"]
     peak_memory_bytes: int
-    """Of the rank that needs most: GPU memory, or else all that the process holds."""
+    """Of the rank that needs the most: GPU memory, or resident memory of the process on a CPU."""
     parts_s: dict[str, float]
-    """They add up to step_s."""
+    """Seconds by part; they add up to step_s."""
     ceilings: Ceilings
     all_reduce: list[AllReduce]
-    """Empty for a single rank."""
+    """Empty with a single rank."""
     table: list[Row]
     search: Search | None
-    """What --find_batch_size found."""
+    """The result of --find_batch_size."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def run_bench(bench: BenchConfig, world: World, *, say: Say) -> Report:
-    """Measure all of it, and say what is going on."""
+    """Run the whole benchmark, reporting progress through `say`."""
     allow_tf32()
     chosen = bench.preset or ("modern" if world.device.type == "cuda" else "modern-tiny")
     config = bench.as_training(chosen)
     dtype = pick_dtype(config.run.dtype, world.device)
     plan, search = _plan(bench, config, world, say=say)
-    say("measuring what the hardware can do: matrix products, copies" + (", sums" if world.size > 1 else ""))
+    say("measuring hardware limits: matmul, memory copy" + (", all-reduce" if world.size > 1 else ""))
     ceilings, all_reduce = measure_ceilings(world, dtype), measure_all_reduce(world)
     free_memory(world.device)
     say(f"timing steps of {chosen}: {plan.formula(world.size)}{', compiled' if bench.compile else ''}")
-    # What the search has found, just so, is not judged again: memory never measures twice the same.
+    # A batch size that the search found is not checked again: memory use is never exactly the same twice.
     limit = limit_bytes(world) if search is None else math.inf
     workload, peak_bytes, parts = _measure(config, plan, world, steps=bench.steps, limit=limit)
     step_s = sum(parts.values())
@@ -150,9 +150,9 @@ def _plan(bench: BenchConfig, config: TrainConfig, world: World, *, say: Say) ->
         plan.share(world.rank, world.size)
         return plan, None
     if world.device.type == "mps":
-        raise ConfigError("memory cannot be measured on mps", fix="give a --batch_size, or use --device cpu")
+        raise ConfigError("memory cannot be measured on mps", fix="set --batch_size, or use --device cpu")
     sequences = bench.global_batch_size or _SEARCHED_MICRO_BATCHES * default * world.size
-    say(f"looking for the largest micro-batch of {config.model.preset} at {sequences} sequences per step")
+    say(f"searching for the largest micro-batch of {config.model.preset} with {sequences} sequences per step")
     search = search_batch_size(config, world, global_batch_size=sequences, say=say)
     return BatchPlan(search.batch_size, sequences // search.batch_size), search
 
@@ -160,20 +160,20 @@ def _plan(bench: BenchConfig, config: TrainConfig, world: World, *, say: Say) ->
 def _measure(
     config: TrainConfig, plan: BatchPlan, world: World, *, steps: int | None, limit: float
 ) -> tuple[Workload, int, dict[str, float]]:
-    """The workload, the memory that its steps took, and the parts of a step."""
+    """The workload, its peak memory, and the parts of a step."""
     started = _start(config, plan, world, limit=limit)
     if started is None:
         raise ConfigError(
             f"{config.model.preset} does not fit with batch_size {plan.micro_batch_size}: "
-            f"{limit_bytes(world) / 1e9:.1f} GB of memory are free to use on each rank",
-            fix="lower --batch_size, or let --find_batch_size find the largest that fits",
+            f"each rank has {limit_bytes(world) / 1e9:.1f} GB of free memory",
+            fix="lower --batch_size, or use --find_batch_size to find the largest that fits",
         )
     workload, peak_bytes = started
     return workload, peak_bytes, part_seconds(workload, steps=steps, budget_s=_BUDGET_S)
 
 
 def _start(config: TrainConfig, plan: BatchPlan, world: World, *, limit: float) -> tuple[Workload, int] | None:
-    """A workload that all ranks have memory for, and how much the one takes that needs most; None where one has not."""
+    """A workload that fits on all ranks, and the most memory that any rank uses; None if it does not fit."""
     may = may_be_tried(config, plan, world, limit_bytes=limit)
     tried = try_out(config, plan, world) if may else None
     peaks = world.gather(tried[1] if tried else None)
@@ -185,14 +185,14 @@ def _start(config: TrainConfig, plan: BatchPlan, world: World, *, limit: float) 
 
 
 def _table(bench: BenchConfig, report: Report, world: World, *, say: Say) -> list[Row]:
-    """Every preset with every batch size; on a slow machine, if nobody asked for the table, only its beginning."""
+    """Time every preset with every batch size. Stops early on a slow machine unless the table was requested."""
     rows: list[Row] = []
     asked = bench.table_presets is not None or bench.table_batch_sizes is not None
     names, began_s = bench.presets_of_table(report.preset), time.monotonic()
     for name in names:
         for batch_size in bench.batch_sizes_of_table(report.batch_size):
             if rows and not asked and world.on_rank0(lambda: time.monotonic() - began_s > _TABLE_S):
-                say(f"the table takes too long; for all of it: --table_presets {','.join(names)}")
+                say(f"skipping the rest of the table to save time; for all of it: --table_presets {','.join(names)}")
                 return rows
             say(f"timing {name} with batch_size {batch_size}")
             rows.append(_row(bench.as_training(name), batch_size, report.ceilings, world))

@@ -1,6 +1,6 @@
-"""What the hardware can do at best, measured: matrix products, copies, and sums over all ranks.
+"""Measured hardware limits: matmul, memory copy, and all-reduce.
 
-Nothing here knows a model. Every figure is the median of several turns, after one that warms up.
+Independent of any model. Every figure is the median of several rounds after a warmup round.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from drumline.parallel import World, peak_flops
 
 _TURNS = 5
 _TURN_S = 0.05
-"""How long a turn should be at least, so that starting the clock costs nothing beside it."""
+"""Minimum duration of a round, so that timer overhead is negligible."""
 _MOST_REPEATS = 200
 _PRODUCT_SIZES = {"cpu": (512, 1024), "mps": (1024, 2048, 4096), "cuda": (4096, 8192, 16384)}
 _COPY_BYTES = {"cpu": 1 << 27, "mps": 1 << 28, "cuda": 1 << 30}
-"""Far more than any cache holds."""
+"""Far larger than any cache."""
 _ALL_REDUCE_BYTES = {"cpu": (1 << 16, 1 << 20, 1 << 24, 1 << 26), "cuda": (1 << 16, 1 << 20, 1 << 24, 1 << 28)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """Of one rank, while all ranks measure at once."""
+    """Per rank, while all ranks measure at the same time."""
 
     matmul_flops_per_s: float
-    """The fastest of several sizes of square matrix products, in the run's number format."""
+    """The fastest of several square matmul sizes, in the run's dtype."""
     datasheet_flops_per_s: float | None
-    """What the maker promises; None where it is not known."""
+    """From the vendor's data sheet; None if unknown."""
     copy_bytes_per_s: float
-    """Bytes read and written while a large tensor is copied."""
+    """Bytes read and written per second while copying a large tensor."""
 
     @property
     def flops_per_s(self) -> float:
-        """What a run's speed is a share of."""
+        """The reference for MFU."""
         return self.datasheet_flops_per_s or self.matmul_flops_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduce:
-    """A tensor of this many bytes summed over all ranks."""
+    """An all-reduce of this many bytes."""
 
     bytes: int
     seconds: float
     bytes_per_s: float
-    """Over each rank's link: a sum has to send and receive 2 (n - 1) / n of the tensor there, whatever the method."""
+    """Bus bandwidth per rank: any algorithm sends and receives 2 (n - 1) / n of the tensor per rank."""
 
 
 def seconds(work: Callable[[], object], device: torch.device, *, repeats: int) -> float:
-    """What a call takes, averaged over `repeats` in a row, from an idle device until it is idle again."""
+    """Time per call, averaged over `repeats` back-to-back calls, from an idle device to an idle device."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
@@ -79,12 +79,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def start_together(world: World) -> None:
-    """Let all ranks get here before any goes on."""
+    """Wait for all ranks."""
     world.sum(torch.zeros(1, device=world.device)).item()
 
 
 def measure_ceilings(world: World, dtype: torch.dtype) -> Ceilings:
-    """All ranks call it: ranks that share a machine share its memory, and should."""
+    """Measure on all ranks at once: ranks on one machine share its memory bandwidth."""
     device = world.device
     own = [_matmul_flops_per_s(world, dtype), _copy_bytes_per_s(world)]
     of_all = world.gather(own)
@@ -112,7 +112,7 @@ def _copy_bytes_per_s(world: World) -> float:
 
 
 def measure_all_reduce(world: World) -> list[AllReduce]:
-    """By size; nothing for a single rank. float32, as gradients are."""
+    """All-reduce by size, in float32 like the gradients; empty with a single rank."""
     if world.size == 1:
         return []
     measured = []
@@ -125,9 +125,9 @@ def measure_all_reduce(world: World) -> list[AllReduce]:
 
 
 def _median_s(work: Callable[[], object], world: World) -> float:
-    """Of several turns, each started by all ranks at once and as long on all of them."""
+    """The median of several rounds; all ranks start each round together and take the slowest rank's time."""
     start_together(world)
-    work()  # whatever is set up or loaded at its first use
+    work()  # warmup: one-time setup and loading
     once_s = max(world.gather(seconds(work, world.device, repeats=1)))
     repeats = max(1, min(_MOST_REPEATS, round(_TURN_S / once_s)))
     turns = []

@@ -1,4 +1,4 @@
-"""The settings of `drumline bench`, and the training run that they stand for. No torch here."""
+"""The settings of `drumline bench`, and the training config that they correspond to. No torch here."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from drumline.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class BenchConfig:
-    """What to measure. Every setting that `drumline train` has too means the same here."""
+    """What to measure. Settings that `drumline train` has too mean the same here."""
 
     preset: str | None = None
-    """The model. Default: modern on a GPU, modern-tiny elsewhere."""
+    """Model preset. Default: modern on a GPU, modern-tiny on a CPU."""
     batch_size: int | None = None
     """Sequences per micro-batch. Default: the preset's."""
     global_batch_size: int | None = None
-    """Sequences per step over all ranks. Default: one micro-batch for each rank; 16 with find_batch_size."""
+    """Sequences per step over all ranks. Default: 1 micro-batch per rank, or 16 per rank with find_batch_size."""
     find_batch_size: bool = False
-    """First find the largest micro-batch that fits and that global_batch_size is a multiple of."""
+    """First search for the largest micro-batch that fits in memory and divides global_batch_size."""
     steps: int | None = None
-    """Steps to time. Default: as many as take about 10 seconds, at most 200."""
+    """Number of steps to time. Default: as many as fit in 10 seconds, at most 200."""
     context: int | None = None
-    """Tokens per sequence. Default: the preset's."""
+    """Sequence length in tokens. Default: the preset's."""
     device: Device = "auto"
     """auto: CUDA, then MPS, then the CPU."""
     dtype: Dtype = "auto"
-    """Of the matrix products. auto: bfloat16 on GPUs that have it, else float32."""
+    """Autocast dtype. auto: bfloat16 on GPUs that support it, else float32."""
     compile: bool = False
-    """Compile the model with torch.compile: takes its time before anything is measured."""
+    """Compile the model with torch.compile. Compile time is not measured."""
     nproc: int | None = None
-    """Ranks to start on this machine. Default: one per GPU; torchrun and srun bring their own."""
+    """Number of ranks to start on this machine. Default: one per GPU. Not needed under torchrun or srun."""
     backend: Backend = "auto"
-    """How ranks talk: nccl between GPUs, gloo between CPUs."""
+    """torch.distributed backend. auto: nccl on GPUs, gloo on CPUs."""
     table_presets: str | None = None
-    """Presets of the table, as gpt2,modern; or all, or none. Default: those of the same shape as the preset."""
+    """Presets in the table, as gpt2,modern; all; or none. Default: presets of the same size."""
     table_batch_sizes: str | None = None
-    """Micro-batches of the table, as 8,16,32. Default: half of batch_size, itself, and twice as many."""
+    """Micro-batch sizes in the table, as 8,16,32. Default: half, equal to and twice batch_size."""
     json: Path | None = None
-    """Write the figures here."""
+    """Write the results to this JSON file."""
     plot: Path | None = None
-    """Draw them here, as PNG."""
+    """Plot the results to this PNG file."""
 
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), ("context", self.context)):
@@ -62,8 +62,8 @@ class BenchConfig:
                 raise ConfigError(f"{name} is {value}", fix=f"give --{name} a value of 1 or more")
         if self.find_batch_size and self.batch_size is not None:
             raise ConfigError(
-                f"batch_size {self.batch_size} is given, and find_batch_size is to find one",
-                fix="leave out --batch_size or --find_batch_size",
+                f"batch_size {self.batch_size} is set together with find_batch_size",
+                fix="drop --batch_size or --find_batch_size",
             )
         if self.preset is not None:
             preset(self.preset)
@@ -72,12 +72,12 @@ class BenchConfig:
         for flag, path in (("json", self.json), ("plot", self.plot)):
             if path is not None and not path.absolute().parent.is_dir():
                 folder = path.absolute().parent
-                raise ConfigError(f"--{flag} {path}: there is no folder {folder}", fix=f"mkdir -p {folder}")
+                raise ConfigError(f"--{flag} {path}: folder {folder} does not exist", fix=f"mkdir -p {folder}")
             if path is not None and path.is_dir():
-                raise ConfigError(f"--{flag} {path} is a folder", fix=f"name a file, as --{flag} {path}/bench.{flag}")
+                raise ConfigError(f"--{flag} {path} is a folder", fix=f"give a file, as --{flag} {path}/bench.{flag}")
 
     def presets_of_table(self, chosen: str) -> list[str]:
-        """chosen: the preset that is measured in full"""
+        """chosen: the preset that is benchmarked in full"""
         if self.table_presets is None:
             width = preset(chosen).shape["d_model"]
             return [name for name, other in PRESETS.items() if other.shape["d_model"] == width]
@@ -89,19 +89,19 @@ class BenchConfig:
         return names
 
     def batch_sizes_of_table(self, batch_size: int) -> list[int]:
-        """batch_size: that of what is measured in full"""
+        """batch_size: that of the full benchmark"""
         if self.table_batch_sizes is None:
             return sorted({max(1, batch_size // 2), batch_size, 2 * batch_size})
         words = [word.strip() for word in self.table_batch_sizes.split(",")]
         if not all(word.isdigit() and int(word) >= 1 for word in words):
             raise ConfigError(
-                f"table_batch_sizes is {self.table_batch_sizes!r}, not whole numbers of 1 or more",
+                f"table_batch_sizes {self.table_batch_sizes!r} is not a list of positive integers",
                 fix="separate them by commas: --table_batch_sizes 8,16,32",
             )
         return sorted({int(word) for word in words})
 
     def as_training(self, name: str) -> TrainConfig:
-        """The run of preset `name` that these settings stand for, filled in."""
+        """The resolved training config for preset `name`."""
         return with_preset(
             TrainConfig(
                 model=ModelSettings(preset=name, context=self.context),

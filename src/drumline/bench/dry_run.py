@@ -1,4 +1,4 @@
-"""What a run would be, without starting it: the resolved config, size, memory, tokens and steps."""
+"""`drumline train --dry_run`: the resolved config, model size, memory, tokens and steps, without training."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from drumline.parallel import pick_device, pick_dtype
 from drumline.units import count
 
 _KEPT = {(False, False): 19, (False, True): 17, (True, False): 33, (True, True): 21}
-"""Values kept for backward for each token, layer and unit of width, as measured; by (a modern block, compiled)."""
+"""Activations saved for backward per token, layer and unit of width, as measured; by (modern block, compiled)."""
 _KEPT_BY_KERNELS = 14
 _ROWS_AT_ONCE = 8192
-"""Of logits, at most."""
+"""Upper limit for rows of logits."""
 
 
 def describe(config: TrainConfig) -> str:
-    """The answer of `drumline train --dry_run`."""
+    """The output of `drumline train --dry_run`."""
     config = with_preset(config)
     device = pick_device(config.run.device)
     dtype = pick_dtype(config.run.dtype, device)
@@ -34,7 +34,7 @@ def describe(config: TrainConfig) -> str:
     assert vocab_size and model.context
     steps, length = config.batch.total_steps, f"{config.batch.total_steps or 0:,}"
     if steps is None:
-        length = f"{config.batch.epochs:g} epochs, counted once the text is prepared"
+        length = f"{config.batch.epochs:g} epochs; the number of steps is known once the text is tokenized"
         if tokens is not None:
             steps = math.ceil((config.batch.epochs or 0) * ((len(tokens) - 1) // model.context) / plan.sequences)
             length = f"{steps:,} ({config.batch.epochs:g} epochs of {count(len(tokens))} tokens)"
@@ -57,17 +57,17 @@ def describe(config: TrainConfig) -> str:
 
 @dataclass(frozen=True)
 class Memory:
-    """An estimate of what a step takes."""
+    """An estimate of the memory of a training step."""
 
     parameters: int
     state_bytes: int
-    """Weights, gradients and the optimizer's state, in float32."""
+    """Weights, gradients and optimizer state, in float32."""
     activation_bytes: int
-    """What a micro-batch keeps for backward, and the logits that exist at once."""
+    """Activations of a micro-batch saved for backward, and the logits that exist at one time."""
 
 
 def estimate(config: TrainConfig, *, tokens: int, vocab_size: int, device: torch.device, dtype: torch.dtype) -> Memory:
-    """For a filled-in config and micro-batches of so many tokens."""
+    """For a resolved config and micro-batches of `tokens` tokens."""
     model = config.model
     assert model.n_layers and model.d_model
     state = state_size(config, vocab_size=vocab_size)
@@ -75,7 +75,7 @@ def estimate(config: TrainConfig, *, tokens: int, vocab_size: int, device: torch
     kept = _KEPT[(model.norm != "layernorm", config.run.compile)]
     if kernels and not config.ranks.bitwise and config.model.model in ("gpt", FUSED):
         kept = _KEPT_BY_KERNELS
-    rows = tokens if dtype == torch.float16 else min(tokens, _ROWS_AT_ONCE)  # float16's logits are whole
+    rows = tokens if dtype == torch.float16 else min(tokens, _ROWS_AT_ONCE)  # float16 computes all logits at once
     logit_bytes = dtype.itemsize if kernels else dtype.itemsize + 8
     activations = tokens * model.n_layers * model.d_model * kept * dtype.itemsize
     return Memory(state.parameters, state.training_bytes, activations + rows * vocab_size * logit_bytes)

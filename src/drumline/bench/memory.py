@@ -1,7 +1,7 @@
-"""How much memory a step takes, how much there is, and the largest micro-batch that fits.
+"""How much memory a step takes, how much is available, and the largest micro-batch that fits.
 
-On a GPU a batch that is too large is simply tried: running out of memory is an error like any other. On a CPU it would
-end this process, or another one; so there a batch is tried only once smaller ones foretell that it fits.
+On a GPU, a batch that may be too large is simply tried: running out of memory is an ordinary error. On a CPU, the
+kernel would kill this process or another one, so a batch is tried only if smaller ones predict that it fits.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from drumline.errors import ConfigError
 from drumline.parallel import World, pick_dtype
 
 _USABLE = {"cuda": 0.95, "cpu": 0.8}
-"""The share of free memory that a step may take: a GPU's gets fragmented, and a CPU's is not ours alone."""
+"""Fraction of free memory that a step may take: GPU memory fragments, and CPU memory is shared with others."""
 _LOOK_EVERY_S = 0.002
 _MARGIN = 1.2
-"""What is computed with comes on top of what is kept."""
+"""Temporary buffers, on top of what is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A micro-batch that was tried, or foreseen."""
+    """A micro-batch size that was tried or estimated."""
 
     batch_size: int
     fits: bool
     peak_memory_bytes: int | None
-    """Measured; None where it was not tried, or ran out of memory."""
+    """Measured peak; None if it was not tried or ran out of memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """What --find_batch_size found."""
+    """The result of --find_batch_size."""
 
     batch_size: int
     global_batch_size: int
@@ -55,7 +55,7 @@ class Search:
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Gives a function: the most memory held so far within this block; of the GPU, or else all that the process has."""
+    """Yield a function that returns the peak memory within this block: of the GPU, or resident memory on a CPU."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         yield lambda: torch.cuda.max_memory_allocated(device)
@@ -81,7 +81,7 @@ def peak_memory(device: torch.device) -> Iterator[Callable[[], int]]:
 
 
 def limit_bytes(world: World) -> int:
-    """The most that `peak_memory` may come to on this rank; the least of all ranks."""
+    """The largest allowed `peak_memory` on this rank; the minimum over all ranks."""
     if world.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(world.device)
         own = torch.cuda.memory_reserved(world.device)
@@ -94,7 +94,7 @@ def limit_bytes(world: World) -> int:
 
 
 def _room_in_container(folder: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """What a container's own limit leaves, if it has one."""
+    """Memory left under the container's limit, if it has one."""
     try:
         most, used = ((folder / f"memory.{name}").read_text().strip() for name in ("max", "current"))
     except OSError:
@@ -103,9 +103,9 @@ def _room_in_container(folder: Path = Path("/sys/fs/cgroup")) -> list[int]:
 
 
 def estimated_bytes(config: TrainConfig, world: World, batch_size: int) -> int:
-    """What a step of this (filled-in) config should take on a CPU, with all that the process holds beside it.
+    """Estimated peak memory of a step on a CPU, including everything else in the process, for a resolved config.
 
-    Of the rank that has most; all ranks call it.
+    The maximum over all ranks; a collective, so all ranks must call it.
     """
     context, vocab_size = config.model.context, config.data.vocab_size
     assert context and vocab_size
@@ -121,9 +121,9 @@ def estimated_bytes(config: TrainConfig, world: World, batch_size: int) -> int:
 
 
 def may_be_tried(config: TrainConfig, plan: BatchPlan, world: World, *, limit_bytes: float) -> bool:
-    """Whether running out of memory would do no harm, or is not to be expected. All ranks call it.
+    """Whether trying is safe: running out of memory is harmless, or unlikely. All ranks must call it.
 
-    An estimate too high proves nothing: then it is smaller batches, measured, that decide.
+    An estimate that is too high does not rule a size out: then measurements of smaller batches decide.
     """
     foresee = partial(estimated_bytes, config, world)
     if world.device.type == "cuda" or foresee(plan.micro_batch_size) <= limit_bytes:
@@ -135,21 +135,21 @@ def may_be_tried(config: TrainConfig, plan: BatchPlan, world: World, *, limit_by
 
 
 def try_out(config: TrainConfig, plan: BatchPlan, world: World) -> tuple[Workload, int] | None:
-    """A workload after two steps of its own, and the memory they took; None if that was more than there is.
+    """A workload after two steps, and their peak memory; None if it ran out of memory.
 
-    Waits for no other rank.
+    Not a collective.
     """
     try:
         return _two_steps(config, plan, world)
     except RuntimeError as error:
         if not _is_out_of_memory(error):
             raise
-    free_memory(world.device)  # by now the error is gone, and with it what it referred to
+    free_memory(world.device)  # the exception, and the tensors it referenced, are gone by now
     return None
 
 
 def _two_steps(config: TrainConfig, plan: BatchPlan, world: World) -> tuple[Workload, int]:
-    """Two: the optimizer's state, which the first one makes, is there from the beginning only in the second one."""
+    """Run two steps: the optimizer state is created in the first, so only the second has all of it from the start."""
     with peak_memory(world.device) as peak_bytes:
         workload = Workload(config, plan, world)
         for _ in range(2):
@@ -158,32 +158,32 @@ def _two_steps(config: TrainConfig, plan: BatchPlan, world: World) -> tuple[Work
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:
-    """As a GPU's allocator, a CPU's and CUDA's libraries say it."""
+    """Whether an error means out of memory, from a GPU allocator, the CPU's, or CUDA libraries."""
     said = ("can't allocate memory", "STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in said)
 
 
 def _bytes_of_ranks(workload: Workload) -> int:
-    """With other ranks a gradient is kept from step to step; alone it is gone while the first loss is computed."""
+    """With several ranks, gradients are kept between steps; a single rank frees them before the next forward."""
     world = workload.world
     accumulates = len(workload.plan.share(world.rank, world.size)) > 1
     return 0 if not world.is_group or accumulates else 4 * workload.parameters
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what is no longer used. Whoever calls has let go of the workload."""
+    """Return unused memory. The caller must have dropped its references to the workload."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     else:
-        with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc's alone
+        with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc only
             ctypes.CDLL(None).malloc_trim(0)
 
 
 def measure_peak(config: TrainConfig, world: World, sequences: int, batch_size: int) -> int | None:
-    """Memory of a step of so many sequences on the rank that needs most; None if one ran out of it. All ranks call it.
+    """Peak memory of a step, the maximum over ranks; None if any rank ran out of memory. All ranks must call it.
 
-    Two micro-batches tell as much as more would: in the second one the gradient of the first is there already.
+    Two micro-batches are enough: during the second, the gradients of the first are already allocated.
     """
     each = max(1, min(2, sequences // (batch_size * world.size)))
     tried = try_out(config, BatchPlan(batch_size, each * world.size), world)
@@ -197,7 +197,7 @@ def measure_peak(config: TrainConfig, world: World, sequences: int, batch_size: 
 def search_batch_size(
     config: TrainConfig, world: World, *, global_batch_size: int, say: Callable[[str], None]
 ) -> Search:
-    """The largest micro-batch that `global_batch_size` is a multiple of, that leaves each rank one, and that fits."""
+    """The largest micro-batch that divides `global_batch_size`, leaves at least one per rank, and fits in memory."""
     sizes = [size for size in range(1, global_batch_size // world.size + 1) if global_batch_size % size == 0]
     limit = limit_bytes(world)
     if not sizes:
@@ -215,7 +215,7 @@ def search_batch_size(
     fitting = [trial.batch_size for trial in trials if trial.fits]
     if not fitting:
         raise ConfigError(
-            f"{config.model.preset} does not fit with a single sequence: {limit / 1e9:.1f} GB are free to use",
+            f"{config.model.preset} does not fit with a single sequence: {limit / 1e9:.1f} GB of memory are free",
             fix="choose a smaller --preset, or a shorter --context",
         )
     return Search(batch_size=max(fitting), global_batch_size=global_batch_size, limit_bytes=limit, trials=trials)
@@ -228,11 +228,11 @@ def find_batch_size(
     limit_bytes: float,
     foresee: Callable[[int], int] | None,
 ) -> list[Trial]:
-    """Try sizes, each twice the one before, until one does not fit; then halve what is left between. Gives every trial.
+    """Double the size until one does not fit, then bisect. Returns every trial.
 
-    sizes:   ascending; one that fits means that all before it do
-    measure: the bytes that a size takes, or None where it runs out of memory
-    foresee: an estimate of that, where running out must not happen: what is foreseen not to fit is not tried
+    sizes:   ascending; if one fits, so do all before it
+    measure: the bytes that a size takes, or None if it runs out of memory
+    foresee: an estimate, used where running out of memory must not happen; sizes estimated not to fit are not tried
     """
     trials: list[Trial] = []
 
@@ -260,7 +260,7 @@ def find_batch_size(
 
 
 def _foreseen(size: int, trials: Sequence[Trial], foresee: Callable[[int], int]) -> float:
-    """The line through the two largest sizes measured; with fewer, the estimate corrected by what is known."""
+    """Extrapolate from the two largest measured sizes; with fewer, scale the estimate by the measurement."""
     known = sorted((t.batch_size, t.peak_memory_bytes) for t in trials if t.peak_memory_bytes is not None)
     if not known:
         return foresee(size)

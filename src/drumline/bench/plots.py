@@ -1,4 +1,4 @@
-"""The picture of a benchmark."""
+"""The plot of a benchmark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drumline.units import count
 
 
 def plot_bench(report: Mapping[str, Any], out: Path) -> None:
-    """Draw a benchmark's figures, as --json has them: a step's parts, the table, all-reduce where there are ranks."""
+    """Plot a benchmark report, as in --json: parts of a step, the table, and all-reduce with several ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -34,19 +34,19 @@ def plot_bench(report: Mapping[str, Any], out: Path) -> None:
 
 
 def _parts_panel(report: Mapping[str, Any], axes: Any) -> None:
-    """Where the time of a step goes: a bar for each part."""
+    """Time per part of a step, as bars."""
     parts = {name: took_s for name, took_s in report["parts_s"].items() if name != "gradient_wait" or took_s > 0}
     names = [name.replace("_", " ") for name in parts]
     bars = axes.barh(names, [took_s * 1e3 for took_s in parts.values()], color="tab:blue", height=0.6)
     shares = [f"{took_s * 1e3:.2f} ms ({took_s / report['step_s']:.0%})" for took_s in parts.values()]
     axes.bar_label(bars, labels=shares, padding=4)
-    axes.set(title=f"a step of {report['tokens_per_step']:,} tokens", xlabel="ms")
+    axes.set(title=f"one step of {report['tokens_per_step']:,} tokens", xlabel="ms")
     axes.set_xlim(0, 1.45e3 * max(parts.values()))  # room for the labels
     axes.invert_yaxis()
 
 
 def _table_panel(report: Mapping[str, Any], axes: Any) -> None:
-    """Speed over batch size, a line for each preset; what does not fit is left out."""
+    """Throughput over batch size, one line per preset; sizes that do not fit are left out."""
     for name in dict.fromkeys(row["preset"] for row in report["table"]):
         fitting = [row for row in report["table"] if row["preset"] == name and row["fits"]]
         speeds = [row["tokens_per_s"] / 1e3 for row in fitting]
@@ -55,13 +55,13 @@ def _table_panel(report: Mapping[str, Any], axes: Any) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_ylim(bottom=0)
-    axes.set(title="speed by batch size", xlabel="batch_size (sequences)", ylabel="1000 tokens/s")
+    axes.set(title="throughput by batch size", xlabel="batch_size (sequences)", ylabel="1000 tokens/s")
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
 
 
 def _all_reduce_panel(report: Mapping[str, Any], axes: Any) -> None:
-    """How fast ranks add tensors up, by size."""
+    """All-reduce bandwidth by size."""
     all_reduces = report["all_reduce"]
     sizes = [each["bytes"] / 2**20 for each in all_reduces]
     axes.plot(sizes, [each["bytes_per_s"] / 1e9 for each in all_reduces], marker="o")

@@ -1,4 +1,4 @@
-"""A benchmark's figures for people: lines and rows of tables, no wider than 80 characters."""
+"""Benchmark results as text: lines and table rows of at most 80 characters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TABLE_COLUMNS = ("preset", "batch_size", "steps/s", "tokens/s", "MFU", "peak mem
 
 
 def summary(report: Report) -> list[str]:
-    """What was measured, and how fast it is."""
+    """What was measured, and its throughput."""
     ceiling = count(report.ceilings.flops_per_s)
     compiled = ", compiled" if report.compiled else ""
     lines = [
@@ -19,18 +19,18 @@ def summary(report: Report) -> list[str]:
         f"{'model':<12} {report.preset}: {count(report.parameters)} parameters, {report.dtype}{compiled}",
         f"{'step':<12} {report.global_batch_size} sequences x {report.context} = {report.tokens_per_step:,} tokens: "
         f"{report.micro_batches} x batch_size {report.batch_size} on {_ranks(report.ranks)}",
-        f"{'speed':<12} {report.steps_per_s:.2f} steps/s, {count(report.tokens_per_s)} tokens/s",
+        f"{'throughput':<12} {report.steps_per_s:.2f} steps/s, {count(report.tokens_per_s)} tokens/s",
         f"{'MFU':<12} {report.mfu:.1%} of {ceiling}FLOP/s per rank ({report.mfu_of})",
         f"{'peak memory':<12} {count(report.peak_memory_bytes)}B",
-        f"{'ceilings':<12} matrix product {count(report.ceilings.matmul_flops_per_s)}FLOP/s, "
+        f"{'limits':<12} matmul {count(report.ceilings.matmul_flops_per_s)}FLOP/s, "
         f"copy {count(report.ceilings.copy_bytes_per_s)}B/s",
     ]
     if report.search is not None:
         whole = report.batch_size * report.ranks == report.global_batch_size
-        which = "a rank's whole share of a step, fits" if whole else "the largest that fits"
+        which = "a rank's whole share of the step, fits" if whole else "the largest that fits"
         limit = count(report.search.limit_bytes)
         lines += [
-            f"{'batch_size':<12} {report.batch_size}, {which} into {limit}B; to train with it:",
+            f"{'batch_size':<12} {report.batch_size}, {which} in {limit}B; to train with it:",
             f"  drumline train --preset {report.preset} --batch_size {report.batch_size} "
             f"--global_batch_size {report.global_batch_size}",
         ]
@@ -40,7 +40,7 @@ def summary(report: Report) -> list[str]:
 def part_rows(report: Report) -> list[tuple[str, ...]]:
     """For PART_COLUMNS."""
     parts = {**report.parts_s, "together": report.step_s}
-    if not parts["gradient_wait"]:  # a single process has nobody to wait for
+    if not parts["gradient_wait"]:  # a single process has no other rank to wait for
         del parts["gradient_wait"]
     return [
         (name.replace("_", " "), f"{took_s * 1e3:.2f}", f"{took_s / report.step_s:.1%}")

@@ -1,9 +1,9 @@
-"""A preset's training step on made-up tokens, whole and in parts: what `drumline bench` times.
+"""A preset's training step on random tokens, whole and in parts: what `drumline bench` times.
 
-Model, optimizer, strategy, batches and step are those of a run; only the tokens are drawn at random. A part is timed
-from outside, by how much longer the step takes with it than without: data alone, data and forward, and so on up to the
-whole step, all of them in turns, so that whatever else the machine does meets them alike. On a GPU, where forward and
-backward are one recording, forward alone is launched, and counts for more than it takes in a step.
+Model, optimizer, strategy, batches and step are those of a real run; only the tokens are random. A part is timed by
+the difference it makes: data alone, data and forward, and so on up to the whole step, interleaved, so that background
+load affects all of them equally. On a GPU, where CUDA graphs capture forward and backward together, forward alone runs
+without a graph, so its time is overestimated.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ PARTS = ("data", "forward", "backward", "gradient_wait", "optimizer")
 _TURNS, _MOST_STEPS = 5, 200
 _TOKENS = 1 << 20
 _LR = 1e-6
-"""So low that nothing is learned: a loss that is not finite would leave the update out, and the time it takes."""
+"""Too low to change the weights: a non-finite loss would skip the optimizer update, and the time it takes."""
 
 
 class Workload:
-    """The step of a filled-in config, ready to run on this rank."""
+    """The training step of a resolved config, ready to run on this rank."""
 
     def __init__(self, config: TrainConfig, plan: BatchPlan, world: World) -> None:
-        """Nothing here waits for other ranks, so that one that runs out of memory can say so."""
+        """Involves no collectives, so that a rank that runs out of memory can report it."""
         allow_tf32()
         assert config.data.vocab_size and config.model.context
         self.config, self.plan, self.world = config, plan, world
         self.precision = Precision.of(world.device, pick_dtype(config.run.dtype, world.device))
         torch.manual_seed(config.run.seed)
-        with world.device:  # drawn where they are needed: a large model's weights take a CPU many seconds
+        with world.device:  # initialize on the device: a large model's weights take a CPU many seconds
             self.model = build_model(with_kernels(config, world.device), vocab_size=config.data.vocab_size).train()
         if config.run.compile:
-            torch.compiler.reset()  # what another model or batch left there must not count against this one
+            torch.compiler.reset()  # compiled code of other models or batch sizes must not count against this one
             self.model.compile()
         self._batches = _made_up_batches(config, plan)
         optimizer, strategy = make_optimizer(self.model, config.optim), Plain(self.model)
@@ -72,14 +72,14 @@ class Workload:
         return self.model.flops_per_token(self._batches.tokens_per_item)
 
     def join_ranks(self) -> None:
-        """From here on a step is one of all ranks."""
+        """From here on, a step is a collective."""
         if self.world.is_group:
             strategy = make_strategy(self.model, self.plan, self.world, bitwise=False)
             backward = replace(self._alone.backward, scale=strategy.scale)
             self._together = replace(self._alone, strategy=strategy, backward=backward)
 
     def warm_up(self) -> None:
-        """Steps until whatever happens at the first ones is over."""
+        """Warmup steps."""
         for _ in range(WARM_UPS + 1 if isinstance(self._together.backward, RecordedBackward) else 1):
             self.step()
 
@@ -88,16 +88,16 @@ class Workload:
             to_device(batch, self.precision.device)
 
     def forward(self) -> None:
-        """data, too"""
+        """Data only."""
         for batch in self._micro_batches():
             self._alone.backward.loss(self.model, to_device(batch, self.precision.device))
 
     def backward(self) -> None:
-        """data and forward, too"""
+        """Data and forward."""
         self._alone.gradient(self._micro_batches())
 
     def alone(self) -> None:
-        """A whole step that does not care about other ranks."""
+        """A whole step without synchronization between ranks."""
         self._alone.update(self._alone.gradient(self._micro_batches()), lr=_LR)()
 
     def step(self) -> None:
@@ -118,7 +118,7 @@ def _made_up_batches(config: TrainConfig, plan: BatchPlan) -> TokenBatches:
 
 
 def step_seconds(workload: Workload, *, budget_s: float) -> float:
-    """The median time of a step, of as many as the budget allows."""
+    """The median time of a step, over as many steps as the budget allows."""
     world = workload.world
     workload.warm_up()
     once_s = slowest(world, seconds(workload.step, world.device, repeats=1))
@@ -129,7 +129,7 @@ def step_seconds(workload: Workload, *, budget_s: float) -> float:
 
 
 def part_seconds(workload: Workload, *, steps: int | None, budget_s: float) -> dict[str, float]:
-    """What each of PARTS takes of a step, in seconds; together they are the median step.
+    """Seconds by part; they add up to the median step.
 
     steps: how many of each kind to time; None: as many as the budget allows
     """
@@ -142,7 +142,7 @@ def part_seconds(workload: Workload, *, steps: int | None, budget_s: float) -> d
     }
     world = workload.world
     workload.warm_up()
-    for kind in kinds.values():  # whatever is set up at its first use
+    for kind in kinds.values():  # one-time setup
         kind()
     once_s = slowest(world, sum(seconds(kind, world.device, repeats=1) for kind in kinds.values()))
     wanted = steps or max(2, min(_MOST_STEPS, int(budget_s / once_s)))
@@ -158,10 +158,10 @@ def part_seconds(workload: Workload, *, steps: int | None, budget_s: float) -> d
 
 
 def _differences(medians: dict[str, float]) -> dict[str, float]:
-    """From times that each hold the ones before to the parts.
+    """Turn cumulative times into the times of the parts.
 
-    Noise may make a smaller part of a step look longer than a larger one; no part is less than nothing for that, and
-    together they are the step.
+    Noise may make a shorter prefix look longer than a longer one; no part is negative, and the parts add up to the
+    whole step.
     """
     whole = medians["step"]
     without_ranks = medians.get("alone", whole)
@@ -174,5 +174,5 @@ def _differences(medians: dict[str, float]) -> dict[str, float]:
 
 
 def slowest(world: World, took_s: float) -> float:
-    """The time of the rank that took longest, on every rank."""
+    """The slowest rank's time, on every rank."""
     return float(max(world.gather(took_s)))

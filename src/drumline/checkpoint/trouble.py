@@ -64,7 +64,7 @@ def unsaved(folder: RunFolder, step: int, *, in_memory: bool) -> CheckpointError
     return CheckpointError(
         f"step {step} could not be saved to {folder.checkpoints} before the run had to stop: {kept}; the newest "
         f"checkpoint is of step {_newest_step(folder)}",
-        fix="make room there and start the same command again",
+        fix="make room there and run the same command again",
     )
 
 

@@ -1,4 +1,4 @@
-"""Words -> one call."""
+"""A command line -> one call."""
 
 from typing import TYPE_CHECKING
 

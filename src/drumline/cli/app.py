@@ -1,7 +1,7 @@
 """The `drumline` command. A command's module is imported when that command is called.
 
 Exit codes: 0 done, 1 an error that the user can fix, 2 a wrong command line, 3 the run failed, 75 stopped by a signal
-with everything saved (start the same command again to resume), 130 interrupted before that.
+with everything saved (run the same command again to resume), 130 interrupted before that.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from drumline.signals import end_at_once
 
 app = App(
     name="drumline",
-    help="Train GPT-class language models: from raw text to a model that writes, with one command.",
+    help="Train GPT-style language models: from raw text to a model that generates text, with one command.",
     help_format="plaintext",
-    # Flags are spelled like the settings, and --batch-size is the same as --batch_size. The last of several counts.
+    # Flags are spelled like the settings; --batch-size works like --batch_size. The last occurrence of a flag wins.
     default_parameter=Parameter(name_transform=lambda name: name, negative_iterable=(), allow_repeating=True),
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
 PROCESS = SimpleNamespace(is_ours=False)
-"""Whether this process is the `drumline` command and nothing else, so that it may be forked and ended at any time."""
-_DOCTOR = """Check this machine, or several hosts and the network between them, and say what to type.
+"""Whether this process runs nothing but the `drumline` command, so that it may fork and exit at any time."""
+_DOCTOR = """Check this machine, or several hosts and the network between them, and print a fix for each problem.
 
-Several hosts: start it on each as a run would be, by torchrun, srun or by hand with --nnodes; or give --hosts.
-Exit code 0 when nothing failed, 1 when something did."""
+For several hosts, start it on each one the way a run is started (torchrun, srun, or by hand with --nnodes), or
+use --hosts. The exit code is 0 if no check failed, 1 otherwise."""
 _LAUNCH = """Start one run on several hosts over SSH: drumline launch --hosts a,b -- train --run_dir /shared/run
 
-The hosts are checked first. Their output is shown with the name of the host in front, and a failure ends with its
-first cause. Ctrl-C saves and stops the run, a second one ends it at once."""
+The hosts are checked first. Each line of output is prefixed with its host. If the run fails, the first failure is
+reported last. Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops immediately."""
 COMMANDS = {
-    "drumline.cli.prepare:prepare": "Tokenize text into .bin files, which nanoGPT can read too.",
-    "drumline.cli.train:train": "Train a model. Without arguments: a small GPT on the source code of Python.",
+    "drumline.cli.prepare:prepare": "Tokenize text into .bin files, in the format of nanoGPT.",
+    "drumline.cli.train:train": "Train a model. Without arguments: a small GPT on Python source code.",
     "drumline.cli.generate:evaluate": "Validation loss, perplexity and bits per byte of a run's newest checkpoint.",
     "drumline.cli.generate:sample": "Generate text with a run's newest checkpoint.",
     "drumline.cli.runs:runs": "List runs with their state and latest losses.",
     "drumline.cli.checkpoint:checkpoint": "List, verify, export or prune the checkpoints of a run.",
-    "drumline.cli.bench:bench": "Measure training throughput, the parts of a step, and which batch size fits.",
+    "drumline.cli.bench:bench": "Measure training throughput, where step time goes, and the largest batch that fits.",
     "drumline.cli.doctor:doctor": _DOCTOR,
     "drumline.cli.launch:launch": _LAUNCH,
-    "drumline.cli.drill:drill": "Inject faults into a small run, again and again, and prove that nothing is lost.",
+    "drumline.cli.drill:drill": "Inject faults into a small run repeatedly and verify that no work is lost.",
 }
-"""Where each command is, and its help: here too, so that `drumline --help` imports none of them."""
+"""Module and help text of each command. The help is repeated here so that `drumline --help` imports none of them."""
 for place, text in COMMANDS.items():
     app.command(place, help=text)
 
@@ -62,15 +62,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     PROCESS.is_ours = argv is None
     _open_what_is_closed()
     if words[:1] == ["train"] and not {"RANK", "SLURM_PROCID"} & set(os.environ):
-        # Until the loop or the supervisor takes over there is nothing to save: a run that is told to stop just ends.
-        # A rank dies of these signals instead: while it waits for others it would not come to see them.
+        # Until the loop or the supervisor takes over, there is nothing to save, so a stop signal simply exits.
+        # Ranks keep the default handlers: while blocked in a collective, they would never get to run their own.
         end_at_once()
     code = run_command(words)
     uses_gloo = os.environ.get("WORLD_SIZE", "1") != "1" or words[:1] == ["doctor"]
     if "torch" not in sys.modules or not (PROCESS.is_ours or uses_gloo):
         sys.exit(code)
-    # Everything is saved and printed. Tearing down an interpreter with torch takes a third of a second, and with gloo's
-    # threads sometimes aborts a process that has done its work: an elastic launcher would repeat a finished run.
+    # Everything is saved and printed. Tearing down an interpreter with torch takes a third of a second, and gloo's
+    # threads sometimes abort a process that is already done, which would make an elastic launcher repeat the run.
     if not uses_gloo:
         atexit._run_exitfuncs()
     from drumline.report import flush_console
@@ -80,20 +80,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _open_what_is_closed() -> None:
-    """Some start programs without standard streams; the next file that is opened must not take the place of one."""
+    """Open missing standard streams on /dev/null: otherwise the next opened file would take their descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             with suppress(OSError):
                 os.fstat(number)
                 continue
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
             setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def run_command(argv: list[str]) -> int:
     """Run one command line and return its exit code."""
     if argv and argv[0].startswith(("--local-rank", "--local_rank")):
-        argv = argv[1:]  # torch.distributed.launch puts it first; the environment says the same
+        argv = argv[1:]  # torch.distributed.launch puts it first; the environment has it too
     try:
         if argv[:1] == ["train"] and _names_files(argv):
             from drumline.cli.layers import file_layers
@@ -107,7 +107,7 @@ def run_command(argv: list[str]) -> int:
     except DrumlineError as error:
         return _report(error, error.exit_code)
     except KeyboardInterrupt:
-        return _report(DrumlineError("interrupted", fix="start the same command again"), EXIT_INTERRUPTED)
+        return _report(DrumlineError("interrupted", fix="run the same command again"), EXIT_INTERRUPTED)
     finally:
         app.config = []
 

@@ -20,8 +20,8 @@ _DEFAULTS = BenchConfig()
 
 
 def bench(*, config: Annotated[BenchConfig, Parameter(name="*")] = _DEFAULTS) -> int:
-    """Measure training throughput, the parts of a step, and which batch size fits."""
-    # Torch reads it when it is loaded.
+    """Measure training throughput, where step time goes, and the largest batch that fits."""
+    # Must be set before torch is imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from drumline.cli.train import ranks_to_start
 
@@ -56,7 +56,7 @@ def bench_here(config: BenchConfig) -> None:
 
 
 def _write(report: Report, config: BenchConfig) -> None:
-    """The files that were asked for."""
+    """Write the requested output files."""
     from drumline.bench import plot_bench
     from drumline.files import replace_text
     from drumline.report import print_line
@@ -71,7 +71,7 @@ def _write(report: Report, config: BenchConfig) -> None:
         try:
             write(path)
         except OSError as error:
-            raise DrumlineError(f"cannot write {path}: {error.strerror}", fix="name a file in another folder") from None
+            raise DrumlineError(f"cannot write {path}: {error.strerror}", fix="choose another folder") from None
         print_line(f"wrote {path}")
 
 

@@ -1,4 +1,4 @@
-"""The command line of `drumline checkpoint`: parse, one call, show."""
+"""The command line of `drumline checkpoint`: parse, call, print."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def export(
     out: Path | None = None,
     force: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Write a checkpoint as a single .pt file, which `drumline train --resume_from` reads.
+    """Export a checkpoint as a single .pt file that `drumline train --resume_from` can read.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def export(
 
     chosen, file = export_checkpoint(run, step=step, out=out, force=force)
     print_line(f"wrote {file}: step {chosen.step:,}, {count(file.stat().st_size)}B")
-    print_line(f"to go on from it:\n  drumline train --run_dir {run} --resume_from {file}")
+    print_line(f"to resume from it:\n  drumline train --run_dir {run} --resume_from {file}")
     return 0
 
 
@@ -89,7 +89,7 @@ def prune(
     keep_best: bool | None = None,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Delete checkpoints beyond those to keep, and damaged, superseded or incomplete ones.
+    """Delete all checkpoints except those to keep. Damaged, superseded and incomplete ones are deleted too.
 
     The newest valid checkpoint is always kept.
 

@@ -1,4 +1,4 @@
-"""The command line of `drumline doctor`, and its quick part, which `drumline train` runs first."""
+"""The command line of `drumline doctor`, and the quick checks that `drumline train` runs first."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from drumline.doctor import HostsReport, Rendezvous
     from drumline.parallel import Place
 
-_SKIP = "skip these checks: --doctor off"
+_SKIP = "to skip these checks: --doctor off"
 _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 _CHECK_WIDTH = 12
 _RANK_0_S, _SAY_S = 1800.0, 10.0
-"""How long a rank waits for rank 0 of another host to be there, and until it says so."""
+"""How long a rank waits for rank 0 on another host, and after how long it prints what it is waiting for."""
 
 
 def doctor(
@@ -40,31 +40,31 @@ def doctor(
     names: str | None = None,
     hosts: str | None = None,
 ) -> int:
-    """Check this machine, or several hosts and the network between them, and say what to type.
+    """Check this machine, or several hosts and the network between them, and print a fix for each problem.
 
-    Several hosts: start it on each as a run would be, by torchrun, srun or by hand with --nnodes; or give --hosts.
-    Exit code 0 when nothing failed, 1 when something did.
+    For several hosts, start it on each one the way a run is started (torchrun, srun, or by hand with --nnodes), or
+    use --hosts. The exit code is 0 if no check failed, 1 otherwise.
 
     Parameters
     ----------
     run_dir
-        Where runs will lie: its disk is looked at.
+        Folder for runs, whose disk is checked.
     quick
-        Only what `drumline train` looks at before a run.
+        Run only the checks that `drumline train` runs before training.
     json
-        Print the findings as JSON, and nothing else.
+        Print only the findings, as JSON.
     nnodes
-        Hosts that check each other; start it on each of them.
+        Number of hosts. Start the same command on each of them.
     rdzv_endpoint
-        HOST:PORT of the host where they meet.
+        HOST:PORT for the rendezvous, on one of the hosts.
     data
-        A file or folder of text or tokens that all hosts should have alike. May be repeated.
+        File or folder that should be identical on all hosts. May be repeated.
     patience
-        Seconds to wait for hosts that are not there yet.
+        Seconds to wait for the other hosts.
     names
-        The hosts that are to come, as a,b: one that does not is then named.
+        Names of all hosts, as a,b, so that missing ones can be named.
     hosts
-        Start it on these hosts over SSH, as a,b; `drumline launch --hosts a,b -- doctor` has more to say.
+        Run it on these hosts over SSH, as a,b. More options: drumline launch --hosts a,b -- doctor
     """
     if not 0 <= patience < float("inf"):
         raise ConfigError(f"patience is {patience:g}", fix="give --patience a value of 0 or more, in seconds")
@@ -75,8 +75,8 @@ def doctor(
         flags = _own_flags(run_dir, data, quick=quick, patience=patience)
         return over_ssh("doctor", *flags, hosts=hosts, rdzv_endpoint=rdzv_endpoint)
     _check_by_hand(nnodes=nnodes, rdzv_endpoint=rdzv_endpoint, names=names)
-    environ = dict(os.environ)  # as the user set it
-    # Torch reads it when it is loaded. What it would say of stores and connections is found and told here.
+    environ = dict(os.environ)  # before drumline changes it
+    # Must be set before torch is imported: connection problems are reported here, not by torch's warnings.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from drumline.doctor import all_findings, quick_findings
 
@@ -84,7 +84,7 @@ def doctor(
     rendezvous = None if place is None else _rendezvous(nnodes, rdzv_endpoint, names)
     several = nnodes > 1 or _hosts_of_launcher(environ) > 1
     findings: list[Finding] = []
-    speaks = place is None or place.local_rank == 0  # one process of each host
+    speaks = place is None or place.local_rank == 0  # one process per host
     if speaks:
         if quick:
             findings = quick_findings(environ, folder=run_dir, ranks=1, several_hosts=several)
@@ -107,24 +107,24 @@ def doctor(
 
 
 def _check_by_hand(*, nnodes: int, rdzv_endpoint: str | None, names: str | None) -> None:
-    """ConfigError for hosts that could not meet."""
+    """Raise ConfigError for flags that leave the hosts without a rendezvous."""
     if nnodes < 1:
         raise ConfigError(f"nnodes is {nnodes}", fix="give --nnodes a value of 1 or more")
     where = rdzv_endpoint or f"HOST:{RENDEZVOUS_PORT}"
     if nnodes == 1 and (rdzv_endpoint is not None or names is not None):
         raise ConfigError(
-            "a place to meet or names of hosts are given, and not how many hosts there are",
+            "--rdzv_endpoint and --names need --nnodes, the number of hosts",
             fix=f"drumline doctor --nnodes {len(names.split(',')) if names else 2} --rdzv_endpoint {where}",
         )
     if nnodes > 1 and rdzv_endpoint is None:
         raise ConfigError(
-            f"{nnodes} hosts need a place to meet, one of them",
+            f"--nnodes {nnodes} needs a rendezvous endpoint on one of the hosts",
             fix=f"drumline doctor --nnodes {nnodes} --rdzv_endpoint {where}",
         )
 
 
 def _check_over_ssh(hosts: str, *, nnodes: int, rdzv_endpoint: str | None, names: str | None, json: bool) -> None:
-    """ConfigError for flags that --hosts does not go with."""
+    """Raise ConfigError for flags that do not work with --hosts."""
     from drumline.launch import parse_hosts
 
     remote_hosts = parse_hosts(hosts)
@@ -132,25 +132,25 @@ def _check_over_ssh(hosts: str, *, nnodes: int, rdzv_endpoint: str | None, names
         where = rdzv_endpoint or f"{remote_hosts[0].name}:{RENDEZVOUS_PORT}"
         several = f" --nnodes {len(remote_hosts)} --rdzv_endpoint {where}" if len(remote_hosts) > 1 else ""
         raise ConfigError(
-            "--json is for one host, and --hosts mixes the lines of all",
-            fix=f"on each: drumline doctor{several} --json",
+            "--json cannot be combined with --hosts, which mixes the output of all hosts",
+            fix=f"on each host: drumline doctor{several} --json",
         )
     if nnodes != 1 or names is not None:
         raise ConfigError(
-            f"--nnodes and --names are for hosts started by hand; --hosts has {len(remote_hosts)} of them already",
+            f"--nnodes and --names are for hosts started by hand; --hosts already lists {len(remote_hosts)}",
             fix=f"drumline doctor --hosts {hosts}",
         )
 
 
 def _own_flags(run_dir: Path, data: tuple[Path, ...], *, quick: bool, patience: float) -> list[str]:
-    """The flags that every host's doctor is given."""
+    """The flags to pass to the doctor on every host."""
     flags = ["--run_dir", str(run_dir), "--patience", str(patience)]
     flags += [word for path in data for word in ("--data", str(path))]
     return [*flags, *(["--quick"] if quick else [])]
 
 
 def _rendezvous(nnodes: int, rdzv_endpoint: str | None, names: str | None) -> Rendezvous | None:
-    """How this host meets the others; None where there are none."""
+    """The rendezvous with the other hosts; None if there are none."""
     from drumline.doctor import find_rendezvous, rendezvous_at
 
     if nnodes == 1 or rdzv_endpoint is None:
@@ -159,22 +159,22 @@ def _rendezvous(nnodes: int, rdzv_endpoint: str | None, names: str | None) -> Re
 
 
 def _show_timings(report: HostsReport) -> None:
-    """How fast the hosts reduce, all together and by pair; or, on a host that does not tell, which one does."""
+    """Print all-reduce timings over all hosts and by pair; on other hosts, only where to find the report."""
     if not report.tells:
         if any(finding.state != "ok" for finding in report.findings):
-            _say(f"between the hosts not all is well: {report.names[min(report.names)]} tells")
+            _say(f"problems were found between the hosts: see the output of {report.names[min(report.names)]}")
         return
     from drumline.doctor import PAIR_COLUMNS, SIZE_COLUMNS
     from drumline.report import print_line, print_table
 
     for timings in report.timings:
-        print_line(f"\n{timings.backend}, over {len(report.names)} hosts and by pair:")
+        print_line(f"\n{timings.backend}, all {len(report.names)} hosts and each pair:")
         print_table(SIZE_COLUMNS, timings.size_rows())
         print_table(PAIR_COLUMNS, timings.pair_rows(report.names))
 
 
 def _place() -> Place | None:
-    """This process's place among those that a launcher started; None where torch does not load."""
+    """The rank and world size that a launcher gave this process; None if torch cannot be imported."""
     try:
         from drumline.parallel import find_place
     except (ImportError, OSError):
@@ -183,7 +183,7 @@ def _place() -> Place | None:
 
 
 def _hosts_of_launcher(environ: Mapping[str, str]) -> int:
-    """The hosts of torchrun's or srun's processes, as far as they say."""
+    """The number of hosts according to torchrun's or srun's environment variables."""
     said = environ.get("GROUP_WORLD_SIZE") or environ.get("SLURM_STEP_NUM_NODES") or "1"
     return int(said) if said.isdigit() else 1
 
@@ -200,7 +200,7 @@ def _show(findings: Sequence[Finding], *, as_json: bool, alone: bool) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(emoji=False)  # fe80::b:1 is an address
+    console = Console(emoji=False)  # fe80::b:1 is an address, not an emoji
     for finding in findings:
         state, style = f"{finding.state:<8}", _STYLES[finding.state]
         where = f"{finding.host}: " if finding.host else ""
@@ -211,7 +211,7 @@ def _show(findings: Sequence[Finding], *, as_json: bool, alone: bool) -> None:
     failed, warned = (sum(finding.state == state for finding in findings) for state in ("failed", "warning"))
     _say(f"{len(findings)} checks: {failed} failed, {warned} {'warning' if warned == 1 else 'warnings'}")
     if alone:
-        _say("for a network of hosts, on each: drumline doctor --nnodes 2 --rdzv_endpoint HOST:29400")
+        _say("to check several hosts, on each: drumline doctor --nnodes 2 --rdzv_endpoint HOST:29400")
 
 
 def _say(text: str) -> None:
@@ -220,9 +220,9 @@ def _say(text: str) -> None:
 
 
 def check_first(config: TrainConfig, *, ranks: int) -> None:
-    """The quick part before a run: says on stderr what is not well, and refuses what cannot work.
+    """Run the quick checks before a run: print warnings to stderr, raise ConfigError for what cannot work.
 
-    ranks: processes that will be started here; 0: this one trains, alone or as one of a launcher's
+    ranks: number of ranks to start here; 0 if this process trains itself
     """
     from drumline.doctor import findings_before
     from drumline.parallel import find_place
@@ -232,7 +232,7 @@ def check_first(config: TrainConfig, *, ranks: int) -> None:
         return
     _find_rank_0()
     findings = [f for f in findings_before(config, place, ranks=ranks) if f.state != "ok"]
-    # A rank that left before it met the others would keep them waiting: what cannot work they find out together.
+    # A rank that exits before the rendezvous would leave the others waiting: they fail together later instead.
     fatal = [finding for finding in findings if finding.state == "failed" and place.size == 1]
     warned = [finding for finding in findings if finding not in fatal]
     for finding in warned:
@@ -249,7 +249,7 @@ def check_first(config: TrainConfig, *, ranks: int) -> None:
 
 
 def _find_rank_0() -> None:
-    """A rank of another host: say what keeps it from rank 0, which torch alone would wait for in silence."""
+    """On hosts other than rank 0's, report why rank 0 cannot be reached; torch would wait silently."""
     from drumline.doctor import CheckEndedError, approach, find_rendezvous
 
     rendezvous = find_rendezvous(os.environ)

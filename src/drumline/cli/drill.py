@@ -1,4 +1,4 @@
-"""`drumline drill`: faults injected into a small run."""
+"""`drumline drill`: inject faults into a small run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ def drill(
     seed: int = 0,
     folder: Path = Path("runs/drill"),
 ) -> int:
-    """Inject faults into a small run, again and again, and prove that nothing is lost.
+    """Inject faults into a small run repeatedly and verify that no work is lost.
 
     Parameters
     ----------
     faults
-        Faults to inject: a rank killed, crashed or frozen (stop), a SIGTERM to the run (term), a full disk, a corrupt
-        checkpoint, a NaN in the loss, a host that dies and comes back.
+        Faults to inject, as kill,nan. stop freezes a rank, term sends SIGTERM, host kills a host.
     minutes
-        Duration, not counting the undisturbed run that comes first.
+        Duration, not counting the reference run without faults.
     ranks
         Number of ranks.
     seed
         Random seed; the same seed injects the same faults.
     folder
-        Folder for the runs of the drill, and for drill.json with the figures.
+        Folder for the runs and for drill.json, the results.
     """
     from drumline.drill import COLUMNS, DrillConfig, conclusion, fault_rows, parse_faults, run_drill
     from drumline.report import print_table
@@ -38,4 +37,4 @@ def drill(
     report = run_drill(config, say=lambda text: print(text, flush=True))
     print_table(COLUMNS, fault_rows(report))
     print("\n".join(conclusion(report)))
-    return 0 if report.held else EXIT_FAILED
+    return 0 if report.passed else EXIT_FAILED

@@ -1,4 +1,4 @@
-"""`drumline evaluate` and `drumline sample`: what a checkpoint scores and writes."""
+"""`drumline evaluate` and `drumline sample`: validation loss and generated text."""
 
 from __future__ import annotations
 
@@ -24,10 +24,9 @@ def evaluate(
     run
         Run folder, or one of its checkpoints.
     data
-        Other tokens to evaluate on: a prepared folder or a .bin file, made with the run's tokenizer.
-        Default: the run's own data, all of it.
+        Tokens to evaluate on: a prepared folder or .bin file with the run's tokenizer. Default: the run's data.
     split
-        Which split of a prepared folder: train or valid.
+        Split of a prepared folder.
     batch_size
         Sequences per batch.
     device
@@ -36,7 +35,7 @@ def evaluate(
     from drumline.generate import evaluate_run
 
     step, evaluation = evaluate_run(run, data=data, split=split, batch_size=batch_size, device=device)
-    bits = f"{evaluation.bits_per_byte:.4f}" if evaluation.bits_per_byte else "not known for this file"
+    bits = f"{evaluation.bits_per_byte:.4f}" if evaluation.bits_per_byte else "unknown for this file"
     print(f"{run} at step {step:,}, over {evaluation.tokens:,} tokens:")
     print(f"  loss           {evaluation.loss:.4f} nats per token")
     print(f"  perplexity     {evaluation.perplexity:,.2f}")
@@ -65,7 +64,7 @@ def sample(
     prompt
         Text to continue. Default: start a new document.
     temperature
-        Sampling temperature; 0 always takes the most likely token.
+        Sampling temperature; 0: greedy.
     top_k
         Sample from the k most likely tokens.
     top_p

@@ -1,4 +1,4 @@
-"""The command lines of `drumline launch slurm` and `drumline launch k8s`: parse, write, submit, say what comes next."""
+"""The command lines of `drumline launch slurm` and `drumline launch k8s`: parse, write, submit, print what's next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Options = Annotated[tuple[str, ...], Parameter(allow_leading_hyphen=True)]
 
 
 def add_jobs(launch: App, *, check: Check) -> None:
-    """Make both commands part of `drumline launch`. `check` judges what they are to run."""
+    """Add both commands to `drumline launch`. `check` validates the command line that they will run."""
     launch.command(partial(slurm, check=check), name="slurm")
     launch.command(partial(k8s, check=check), name="k8s")
 
@@ -34,7 +34,7 @@ def slurm(
     Parameters
     ----------
     command
-        After --: what to run, as -- train --run_dir /shared/runs/big. bench and doctor work too.
+        After --: the command to run, as -- train --run_dir /shared/runs/big. bench and doctor work too.
     sbatch
         Extra option for sbatch, as --sbatch=--constraint=h100. May be repeated.
     script
@@ -64,14 +64,14 @@ def k8s(
     out: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
     check: Annotated[Check, Parameter(parse=False)],
 ) -> int:
-    """Print the manifest for training on Kubernetes, to be applied with kubectl apply.
+    """Print a Kubernetes manifest for training, for kubectl apply.
 
     Parameters
     ----------
     command
-        After --: what to run, as -- train --run_dir /runs/big. bench and doctor work too.
+        After --: the command to run, as -- train --run_dir /runs/big. bench and doctor work too.
     out
-        Output file. Default, and -: standard output.
+        Output file. Default, or -: standard output.
     """
     from drumline.report import print_line
 
@@ -86,6 +86,6 @@ def k8s(
 
 
 def _print_exactly(text: str) -> None:
-    """To be run or applied as it stands: nothing wrapped, nothing taken for an emoji."""
+    """Print text exactly as it is, without wrapping or emoji."""
     sys.stdout.write(text)
     sys.stdout.flush()

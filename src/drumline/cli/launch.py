@@ -18,14 +18,14 @@ launch = App(name="launch")
 
 
 def check_command(words: Sequence[str]) -> None:
-    """Parse what the hosts are to run as they will, so that a mistake in it is found here."""
+    """Parse the hosts' command line here, so that a mistake is reported before anything starts."""
     from drumline.cli.app import app
 
     app.parse_args(list(words), exit_on_error=False, print_error=False)
 
 
 def add_ssh(launch: App, *, check: Check) -> None:
-    """Make hosts over SSH what `drumline launch` is about. `check` judges what they are to run."""
+    """Make SSH the default command of `drumline launch`. `check` validates the command line that hosts will run."""
     launch.default(partial(over_ssh, check=check))
 
 
@@ -45,19 +45,19 @@ def over_ssh(
 ) -> int:
     """Start one run on several hosts over SSH: drumline launch --hosts a,b -- train --run_dir /shared/run
 
-    The hosts are checked first. Their output is shown with the name of the host in front, and a failure ends with its
-    first cause. Ctrl-C saves and stops the run, a second one ends it at once.
+    The hosts are checked first. Each line of output is prefixed with its host. If the run fails, the first failure is
+    reported last. Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops immediately.
 
     Parameters
     ----------
     command
-        After --: train, bench or doctor, with its flags. train and doctor run across the hosts, bench on each.
+        After --: train, bench or doctor, with its flags. bench runs on each host by itself.
     hosts
         Hosts, as a,b; or with the number of ranks, as a:4,user@b:8.
     hostfile
         File with one host per line, as a slots=4 or a:4, instead of --hosts.
     nproc
-        Number of ranks on hosts for which none is given. Default: one per GPU.
+        Number of ranks on hosts without a number of their own. Default: one per GPU.
     ssh
         SSH command, as "ssh -p 2222 -i KEY".
     rdzv_endpoint
@@ -67,8 +67,7 @@ def over_ssh(
     python
         Python interpreter on every host. Default: this one.
     env
-        Environment variable to pass on, besides NCCL_*, TORCH_*, OMP_*, HF_*, WANDB_*, proxies and the like. May be
-        repeated.
+        Environment variable to pass on, besides NCCL_*, TORCH_*, OMP_*, HF_*, WANDB_* and proxies. May be repeated.
     skip_checks
         Start without checking the hosts first.
     dry_run

@@ -1,4 +1,4 @@
-"""Whether a run needs the doctor's look at this machine before it starts, as most do; one process on a CPU may not."""
+"""Whether a run needs the doctor's checks before it starts. A single process on a CPU may not."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 from drumline.config import TrainConfig, gpt_config, with_preset
 
 _OPEN_FILES = 1024
-"""Where a process may open fewer, the doctor has something to say."""
-# Of a launcher, or about GPUs, which this process then does not use.
+"""Below this limit of open files, the doctor warns."""
+# Set by a launcher, or read only by processes that use GPUs.
 _FOR_THE_DOCTOR = {"RANK", "SLURM_STEP_NUM_TASKS", "CUDA_VISIBLE_DEVICES"}
 
 
 def is_plain(config: TrainConfig, environ: Mapping[str, str]) -> bool:
-    """Whether this process, which trains alone, runs on a CPU and asks for nothing that could be missing or in the way.
+    """Whether this process trains alone on a CPU and uses nothing that could be missing or misconfigured.
 
-    Quick, and on the safe side: what it is not sure of is the doctor's to judge.
+    Fast and conservative: in case of doubt, the doctor runs.
     """
     run = config.run
     if run.device == "cuda" or torch.cuda.is_available() or run.compile or run.dtype == "bfloat16":

@@ -23,7 +23,7 @@ def prepare(
     valid: str | None = None,
     valid_fraction: float = 0.02,
 ) -> int:
-    """Tokenize text into .bin files, which nanoGPT can read too.
+    """Tokenize text into .bin files, in the format of nanoGPT.
 
     Parameters
     ----------

@@ -23,11 +23,11 @@ from drumline.config import (
 from drumline.signals import raise_interrupts
 
 _DEFAULTS = TrainConfig()
-_MODEL = Group("Model", help="The defaults of model options are those of the preset and its recipe.", sort_key=1)
+_MODEL = Group("Model", help="Model options default to the values of the preset and its recipe.", sort_key=1)
 
 train = App(
     name="train",
-    help_epilogue=f"Presets: {', '.join(PRESETS)}. Every setting can be given in a TOML file: --config run.toml",
+    help_epilogue=f"Presets: {', '.join(PRESETS)}. Every setting can also be set in a TOML file: --config run.toml",
 )
 
 
@@ -44,14 +44,14 @@ def run_training(
     config: Path | None = None,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Train a model. Without arguments: a small GPT on the source code of Python.
+    """Train a model. Without arguments: a small GPT on Python source code.
 
     Parameters
     ----------
     config
         TOML file with settings. Flags take precedence.
     dry_run
-        Print the resolved config and the number of parameters, memory, tokens and steps, without training.
+        Print the resolved config, parameter count, memory estimate, tokens and steps, without training.
     """
     settings = TrainConfig(model=model, data=data, batch=batch, optim=optim, run=run, ranks=ranks, records=records)
     if dry_run:
@@ -59,7 +59,7 @@ def run_training(
 
         print(describe(settings))
         return 0
-    # Torch reads it when it is loaded. Its warnings about stores say less than what drumline says itself.
+    # Must be set before torch is imported. torch's warnings about stores say less than drumline's own messages.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if ranks.nproc and "RANK" not in os.environ:
         from drumline.elastic import start_server
@@ -78,7 +78,7 @@ def run_training(
 
 
 def _check_first(config: TrainConfig, *, nproc: int) -> None:
-    """Have the doctor look at this machine, unless there is nothing to look for."""
+    """Run the doctor's quick checks, unless preflight rules them out."""
     from drumline.cli.preflight import is_plain
 
     if config.run.doctor != "off" and (nproc or not is_plain(config, os.environ)):
@@ -88,7 +88,7 @@ def _check_first(config: TrainConfig, *, nproc: int) -> None:
 
 
 def ranks_to_start(config: TrainConfig) -> int:
-    """The number of ranks that this process should start; 0 if it is a rank already, or trains alone."""
+    """The number of ranks to start; 0 if this process is a rank already or trains alone."""
     import torch
 
     from drumline.parallel import own_place

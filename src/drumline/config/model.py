@@ -104,13 +104,13 @@ class ModelChoice:
     """Which model, before any of its options."""
 
     preset: str = setting("modern-tiny", may_change=True)
-    """Model size, with defaults that suit it. The presets are listed at the end of `drumline train --help`."""
+    """Model size, with suitable defaults. The presets are listed at the end of `drumline train --help`."""
     recipe: Recipe | None = None
     """Defaults for initialization, model options, optimizer and schedule. Default: the preset's."""
     model: str = "gpt"
     """gpt, or package.module:name of a function that takes a GPTConfig and returns an nn.Module."""
     model_options: tuple[str, ...] = ()
-    """key=value, passed as a keyword argument to the function that --model names. May be repeated."""
+    """key=value, passed as a keyword argument to the function of --model. May be repeated."""
     context: int | None = None
     """Sequence length in tokens. Default: the preset's."""
 

@@ -21,7 +21,7 @@ ScaleLr = Literal["none", "linear", "sqrt"]
 RENDEZVOUS_PORT = 29400
 """The rendezvous port, unless an endpoint says otherwise."""
 SHORT_PARTS = 4
-"""How many short sequences a sequence is split into during the first part of a run, with short_contexts."""
+"""Number of short sequences per sequence at the start of a run, with short_contexts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,9 @@ class BatchConfig:
     epochs: float | None = None
     """Number of passes over the training data, instead of total_steps."""
     minutes: float | None = None
-    """Train for about this many minutes, instead of total_steps: the number of steps is chosen from the speed of the
-    first ones, and kept when the run is resumed."""
+    """Train for about this many minutes, instead of total_steps. A resumed run keeps its number of steps."""
     short_contexts: float | None = None
-    """Fraction of the run, at its start, that splits each sequence into four short ones. Default: the recipe's."""
+    """Initial fraction of the run that splits each sequence into four short ones. Default: the recipe's."""
 
     def __post_init__(self) -> None:
         check_positive(self, "batch_size", "gradient_accumulation_steps", "global_batch_size", "total_steps")
@@ -93,8 +92,7 @@ class OptimConfig:
     """The optimizer and the learning rate schedule."""
 
     optimizer: str | None = None
-    """adamw; muon, with AdamW for everything but the matrices; or package.module:name of a function that takes the
-    model and an OptimConfig and returns a torch.optim.Optimizer. Default: the recipe's."""
+    """adamw, muon (AdamW for non-matrices), or package.module:name of a function. Default: the recipe's."""
     lr: float | None = None
     """Peak learning rate; with Muon, that of the matrices. Default: the preset's, for the optimizer in use."""
     embedding_lr: float | None = None
@@ -152,8 +150,7 @@ class RunConfig:
     run_dir: str | None = setting(None, may_change=True, per_host=True)
     """Run folder. Default: runs/PRESET, numbered if it exists. A run that exists is resumed."""
     resume_from: str = setting("auto", may_change=True, per_host=True)
-    """Checkpoint to resume from. auto: the newest valid one of the run; or a step, or the path of a checkpoint, a run
-    folder or a .pt file."""
+    """auto: resume from the run's newest valid checkpoint; or a step, or a path: checkpoint, run folder, .pt file."""
     allow_change: tuple[str, ...] = setting((), may_change=True)
     """Name of a setting that may differ from the stored config when a run is resumed. May be repeated."""
     seed: int = 0
@@ -181,8 +178,7 @@ class RunConfig:
     keep_best: bool = setting(True, may_change=True)
     """Also keep the checkpoint with the lowest validation loss."""
     on_nonfinite: OnNonfinite = setting("skip", may_change=True)
-    """NaN or Inf in the loss or gradient, confirmed by recomputing the step: skip the update, roll back to a
-    checkpoint, or halt the run."""
+    """If a recomputed step still has NaN or Inf: skip the update, roll back to a checkpoint, or halt the run."""
     max_nonfinite: int = setting(5, may_change=True)
     """Number of consecutive steps with NaN or Inf before the run fails."""
     spike_factor: float | None = setting(None, may_change=True)
@@ -218,8 +214,7 @@ class RanksConfig:
     max_restarts: int | None = setting(None, may_change=True)
     """Number of restarts after a rank dies or hangs; 0: none. Default: unlimited while the run makes progress."""
     hang_timeout: float | None = setting(None, may_change=True)
-    """Seconds without progress after which a rank counts as hung; ten times that while saving or evaluating.
-    Default: 20 times the duration of a step, at least 60."""
+    """Seconds without progress until a rank is hung; x 10 while saving. Default: 20 median steps, at least 60."""
     nnodes: str = setting("1", may_change=True)
     """Number of hosts, as 2; or a range, as 1:4, for an elastic run. Start the same command on each host."""
     rdzv_endpoint: str | None = setting(None, may_change=True)
@@ -246,7 +241,7 @@ class RecordConfig:
     """Logging and tracking. metrics.jsonl and train.log are always written."""
 
     log_every: int = setting(10, may_change=True)
-    """Steps between log records."""
+    """Steps between log lines."""
     sample_prompt: str = setting("", may_change=True)
     """Prompt for the text sample at the end of training."""
     tensorboard: bool = setting(False, may_change=True)

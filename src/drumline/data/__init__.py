@@ -1,8 +1,8 @@
-"""Text in, batches of tokens out.
+"""Text -> batches of tokens.
 
-text -> documents: `sources` (what a source is), `text_files` (what is in a file); `other_sources`, `structured_files`
+text -> documents: `sources` (kinds of sources), `text_files` (plain text); `other_sources`, `structured_files`
 documents -> train and valid: `corpus`. Documents -> a folder of tokens: `tokenizer`, `preparing`, `tokens`
-folder -> batches: `opening` (what is on disk already is checked), `training_data` (for a run), `batches` (for a step)
+folder -> batches: `opening` (checks what is on disk), `training_data` (for a run), `batches` (for a step)
 """
 
 from typing import TYPE_CHECKING

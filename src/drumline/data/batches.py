@@ -1,8 +1,8 @@
-"""Which sequences step k takes, and a rank's share of them: arithmetic on (seed, step), nothing to store or resume.
+"""Which sequences step k uses, and a rank's share of them: computed from (seed, step), nothing to store or resume.
 
-The training data is an endless stream: epoch after epoch, each visiting every item once in an order of its own. Step k
-takes the next `plan.sequences` items of that stream. The order comes from a keyed permutation that is computed item by
-item, so step one million costs what step zero does.
+The training data is an endless stream of epochs, each visiting every item once in its own order. Step k takes the next
+`plan.sequences` items of that stream. The order is a keyed permutation that is computed item by item, so step one
+million is as cheap as step zero.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*words: int) -> int:
-    """A 63-bit hash of whole numbers (splitmix64, chained): seeds one random draw, as mix(seed, step, micro_batch)."""
+    """A 63-bit hash of integers (splitmix64, chained), as a random seed: mix(seed, step, micro_batch)."""
     state = 0x9E3779B97F4A7C15
     for word in words:
         state = (state ^ (word & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
@@ -36,7 +36,7 @@ def mix(*words: int) -> int:
 
 
 def _scramble(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser, element by element; the arithmetic wraps at 64 bits."""
+    """splitmix64's finalizer, elementwise; the arithmetic wraps at 64 bits."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
@@ -52,7 +52,7 @@ def visit_order(positions: NDArray[np.int64], *, items: int, seed: int) -> NDArr
     keys = {epoch: mix(seed, epoch) for epoch in np.unique(epochs).tolist()}
     key = np.array([keys[epoch] for epoch in epochs.tolist()], dtype=np.uint64)
     # An unbalanced Feistel network permutes [0, 2^bits), the smallest power of two that holds all items; a value that
-    # falls outside is sent through again until it lands inside ("cycle walking"), which keeps it a permutation.
+    # falls outside is permuted again until it is inside ("cycle walking"), which keeps it a permutation.
     bits = max(2, (items - 1).bit_length())
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
@@ -74,7 +74,7 @@ def visit_order(positions: NDArray[np.int64], *, items: int, seed: int) -> NDArr
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A step is `micro_batches` micro-batches of `micro_batch_size` sequences, whoever computes them."""
+    """A step is `micro_batches` micro-batches of `micro_batch_size` sequences, regardless of the number of ranks."""
 
     micro_batch_size: int
     micro_batches: int
@@ -84,7 +84,7 @@ class BatchPlan:
         return self.micro_batch_size * self.micro_batches
 
     def share(self, rank: int, world_size: int) -> range:
-        """The micro-batches that rank `rank` computes: a contiguous run; the first ranks take one more if uneven."""
+        """The micro-batches of rank `rank`: a contiguous range; the first ranks take one more if uneven."""
         if world_size > self.micro_batches:
             raise ConfigError(
                 f"{world_size} ranks cannot share a step of {self.micro_batches} micro-batches "
@@ -96,7 +96,7 @@ class BatchPlan:
         return range(start, start + each + (rank < extra))
 
     def formula(self, world_size: int) -> str:
-        """How a step comes about, with the numbers: batch_size 8 x 4 ranks x 2 accumulated."""
+        """How a step's batch is made up: batch_size 8 x 4 ranks x 2 accumulated."""
         shares = [len(self.share(rank, world_size)) for rank in range(world_size)]
         if len(set(shares)) == 1:
             return f"batch_size {self.micro_batch_size} x {world_size} ranks x {shares[0]} accumulated"
@@ -105,14 +105,14 @@ class BatchPlan:
 
 
 def plan_batches(batch: BatchConfig, *, default_batch_size: int, world_size: int) -> BatchPlan:
-    """Total = batch_size x world_size x gradient_accumulation_steps, or global_batch_size, cut into micro-batches."""
+    """Total = batch_size x world_size x gradient_accumulation_steps, or global_batch_size, split into micro-batches."""
     if batch.global_batch_size is None:
         accumulated = batch.gradient_accumulation_steps or 1
         return BatchPlan(batch.batch_size or default_batch_size, micro_batches=world_size * accumulated)
     if batch.gradient_accumulation_steps is not None:
         raise ConfigError(
             f"global_batch_size {batch.global_batch_size} and gradient_accumulation_steps "
-            f"{batch.gradient_accumulation_steps} both set the size of a step",
+            f"{batch.gradient_accumulation_steps} both set the batch size of a step",
             fix="give --global_batch_size or --gradient_accumulation_steps, not both",
         )
     total = batch.global_batch_size
@@ -126,23 +126,23 @@ def plan_batches(batch: BatchConfig, *, default_batch_size: int, world_size: int
 
 
 class Batches(Protocol):
-    """What the loop needs of its data."""
+    """What the training loop needs from its data."""
 
     plan: BatchPlan
     items: int
-    """Items (sequences, samples) of one epoch."""
+    """Number of items (sequences, samples) per epoch."""
     tokens_per_item: int
-    """Tokens of one item; 1 where items are not text. What an item counts for in the loss."""
+    """Tokens per item; 1 for items that are not text. The weight of an item in the loss."""
 
     def micro_batch(self, step: int, index: int) -> Any:
-        """The `index`-th micro-batch of step `step`, as tensors on the CPU."""
+        """Micro-batch `index` of step `step`, as tensors on the CPU."""
 
     def names(self, step: int, index: int | None = None) -> list[str]:
-        """Where step `step`'s items, or those of one of its micro-batches, come from, for people."""
+        """A readable description of where the items of a step, or of one of its micro-batches, come from."""
 
 
 def visits(batches: Batches, seed: int, step: int, index: int | None = None) -> NDArray[np.int64]:
-    """The items of one micro-batch of a step, or of the whole step, in order."""
+    """The items of a micro-batch, or of a whole step, in order."""
     plan = batches.plan
     start = step * plan.sequences + (index or 0) * plan.micro_batch_size
     count = plan.sequences if index is None else plan.micro_batch_size
@@ -150,14 +150,14 @@ def visits(batches: Batches, seed: int, step: int, index: int | None = None) -> 
 
 
 SHORTER = SHORT_PARTS
-"""How many short windows a window is read as, in the steps that do so."""
+"""Number of short windows per window, in steps that use them."""
 
 
 class TokenBatches:
-    """Windows of `context` tokens from a token file; a window's targets are its tokens moved on by one.
+    """Windows of `context` tokens from a token file; the targets are the tokens shifted by one.
 
-    Steps before `short_steps` read each window as four, one after the other, that do not see each other: the same
-    tokens and targets, in the same order.
+    Steps before `short_steps` split each window into four that do not attend to each other: same tokens, same targets,
+    in the same order.
     """
 
     short_steps = 0
@@ -171,13 +171,13 @@ class TokenBatches:
         self._tokens, self._context, self._seed = tokens, context, seed
         if self.items < 1:
             raise DataError(
-                f"{tokens.path} has {len(tokens)} tokens, too few for one sequence of {context} and its next token",
+                f"{tokens.path} has {len(tokens)} tokens, too few for one sequence of {context} and its last target",
                 fix="train on more text, or lower --context",
             )
         if document_mask and tokens.end_of_text is None:
             raise ConfigError(
-                f"--document_mask needs the token that ends a document, and {tokens.path} does not say which it is",
-                fix="prepare the text with drumline, or leave out --document_mask",
+                f"--document_mask needs the end-of-text token, which {tokens.path} does not define",
+                fix="tokenize the text with drumline prepare, or drop --document_mask",
             )
         self._end_of_text = tokens.end_of_text if document_mask else None
 
@@ -191,7 +191,7 @@ class TokenBatches:
         return inputs.reshape(rows), targets.reshape(rows), None if documents is None else documents.reshape(rows)
 
     def context_of(self, step: int) -> int:
-        """Tokens that a sequence of this step has."""
+        """Sequence length in this step."""
         return self._context // SHORTER if step < self.short_steps else self._context
 
     def names(self, step: int, index: int | None = None) -> list[str]:

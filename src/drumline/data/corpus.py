@@ -1,7 +1,7 @@
-"""A source's documents, split into what is trained on and what is held out. Knows nothing of tokens.
+"""A source's documents, split into training and validation data. Independent of tokens.
 
-Held out is, in this order: another source, if one was named; the source's own validation split; some of its documents,
-chosen by their names; or, where that would be none of them, the end of the text.
+Validation data is, in this order: another source, if given; the source's own validation split; some of its documents,
+chosen by their names; or, if that would select none, the end of the text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from drumline.data.text_files import Document, Reading, Skipped
 from drumline.errors import ConfigError
 
 LONGEST_DOCUMENT_BYTES = 1 << 20
-"""A longer document is cut at a line's end and becomes several, as a plain file is."""
+"""Longer documents are split at the end of a line, like plain files."""
 
 Label = Literal["train", "valid"]
 Labelled = tuple[Label, Document]
@@ -26,15 +26,15 @@ Labelled = tuple[Label, Document]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Which text, and which of it is held out."""
+    """Training text, and how validation text is chosen."""
 
     source: str
     field: str = "text"
     on_error: OnError = "stop"
     valid_source: str | None = None
-    """Held-out text. Without it: the source's own validation split, or else `valid_fraction` of the documents."""
+    """Validation text. Default: the source's own validation split, else `valid_fraction` of the documents."""
     valid_fraction: float = 0.02
-    """Chosen by `seed` and the documents' names; where that would be none of them, the end of the text."""
+    """Chosen by `seed` and the documents' names; if that would select none, the end of the text."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -43,14 +43,14 @@ class Corpus:
 
     @cached_property
     def valid_split(self) -> tuple[str, str] | None:
-        """Source and split of validation data that is held out as a whole."""
+        """Source and split of separate validation data."""
         if self.valid_source is not None:
             return self.valid_source, "validation" if has_split(self.valid_source, "validation") else "train"
         return (self.source, "validation") if has_split(self.source, "validation") else None
 
     @property
     def holds_out_documents(self) -> bool:
-        """Whether some of the source's own training text is to be held out."""
+        """Whether some of the source's training text is held out for validation."""
         return self.valid_split is None and self.valid_fraction > 0
 
     @property
@@ -58,28 +58,28 @@ class Corpus:
         return ("train", "valid") if self.valid_split or self.holds_out_documents else ("train",)
 
     def key(self) -> list[str | float]:
-        """Everything that the documents and their labels depend on."""
+        """Everything that determines the documents and their labels."""
         valid: list[str | float] = [self.valid_fraction, self.seed]
         if self.valid_split:
             valid = [source_key(self.valid_split[0]), self.valid_split[1]]
         return [source_key(self.source), self.field, self.on_error, *valid]
 
     def size_bytes(self) -> int | None:
-        """What there is to read on disk; None where it is not known."""
+        """Bytes to read from disk; None if unknown."""
         train = source_bytes(self.source)
         valid = source_bytes(*self.valid_split) if self.valid_split else 0
         return None if train is None or valid is None else train + valid
 
     def reading(self, on_bytes: Callable[[int], None], skipped: Skipped | None = None) -> Reading:
-        """on_bytes: called with the bytes newly read from disk."""
+        """on_bytes: called with the number of bytes newly read from disk."""
         return Reading(field=self.field, on_error=self.on_error, skipped=skipped or Skipped(), on_bytes=on_bytes)
 
     def survey(
         self, reading: Reading, *, sample_bytes: int, on_text: Callable[[int], None]
     ) -> tuple[list[str], int | None]:
-        """The first `sample_bytes` of the training text, and where to cut the text if no document is held out.
+        """The first `sample_bytes` of the training text, and where to split the text if no document is held out.
 
-        Reads no further than it must: until the sample is full and it has seen one document that is held out.
+        Reads no further than necessary: until the sample is complete and one held-out document was seen.
         on_text: called with each document's size.
         """
         sample: list[Document] = []
@@ -104,7 +104,7 @@ class Corpus:
         return [part.text for label, part in split_at(sample, cut_bytes) if label == "train"], cut_bytes
 
     def labelled(self, reading: Reading, *, cut_bytes: int | None) -> Iterator[Labelled]:
-        """Every document with its label, none longer than LONGEST_DOCUMENT_BYTES. cut_bytes: what `survey` gave."""
+        """Every document with its label, none longer than LONGEST_DOCUMENT_BYTES. cut_bytes: from `survey`."""
         for label, document in self._whole(reading, cut_bytes=cut_bytes):
             if utf8_bytes(document.text) <= LONGEST_DOCUMENT_BYTES:
                 yield label, document
@@ -128,10 +128,10 @@ class Corpus:
                 yield "valid", document
 
     def _is_held_out(self, index: int, document: Document) -> bool:
-        """Decided by seed and name alone, but the first is never held out: there must be something to train on."""
+        """Determined by seed and name alone, but the first one is never held out: something must remain to train on."""
         if not self.holds_out_documents or index == 0:
             return False
-        # By its name within the source: where the source lies, and how its path is written, must not matter.
+        # By its name within the source: the source's location, and how its path is written, must not matter.
         within = document.name.removeprefix(self.source).lstrip("/")
         name = f"{self.seed}\0{within}".encode(errors="backslashreplace")
         draw = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
@@ -139,5 +139,5 @@ class Corpus:
 
 
 def utf8_bytes(text: str) -> int:
-    """How long a text is in UTF-8."""
+    """Length of a text in UTF-8."""
     return len(text) if text.isascii() else len(text.encode())

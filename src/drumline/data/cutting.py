@@ -11,11 +11,11 @@ from drumline.data.text_files import PART_BYTES, Document
 LONGEST_LINE_BYTES = 4 << 20
 """A line longer than this is cut inside, between two characters."""
 BREAK_CHARS = 100
-"""How far before the wanted place a cut may move to fall between two words."""
+"""How far before the target a split may move to fall between two words."""
 
 
 def split_at(whole: Iterable[Document], cut_bytes: int) -> Iterator[Labelled]:
-    """Train on the first `cut_bytes` of the text, a few less where that spares a word, and hold out the rest."""
+    """Train on the first `cut_bytes` of the text, slightly less to avoid splitting a word, and hold out the rest."""
     left_bytes = cut_bytes
     for document in whole:
         size_bytes = utf8_bytes(document.text)

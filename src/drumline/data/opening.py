@@ -1,6 +1,6 @@
-"""Token files that are on disk already: a prepared folder, checked against its manifest, or another trainer's.
+"""Existing token files: a prepared folder, checked against its manifest, or another trainer's files.
 
-The token files of nanoGPT (raw uint16), llm.c and modded-nanogpt (with a header) are read as they are.
+Reads the token files of nanoGPT (raw uint16), llm.c and modded-nanogpt (with a header) as they are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from drumline.files import file_sha256, replace_text
 
 STAMPS = "verified.json"
 UNFINISHED = re.compile(r".+\.partial-\w+-\d+")
-"""The name of a folder that is being filled: NAME.partial-HOST-PID."""
+"""The name of a folder that is being written: NAME.partial-HOST-PID."""
 HEADER_BYTES = 256 * 4
 HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """llm.c and modded-nanogpt: (magic, version) of the int32 header, and the dtype of the tokens after it."""
@@ -47,7 +47,7 @@ SCAN_TOKENS = 1 << 24
 
 
 def has_tokens(path: str | Path, split: str) -> bool:
-    """Whether a folder has this split beside others. A .bin file is a split by itself and has no other."""
+    """Whether a folder has this split besides others. A .bin file is a single split."""
     path = Path(path)
     if (path / MANIFEST).exists():
         return split in read_manifest(path).splits
@@ -55,9 +55,9 @@ def has_tokens(path: str | Path, split: str) -> bool:
 
 
 def open_tokens(path: str | Path, *, split: str = "train", vocab_size: int | None = None) -> TokenFile:
-    """Open a prepared folder's split, one of its .bin files, or a token file of nanoGPT, llm.c or modded-nanogpt.
+    """Open a split of a prepared folder, one of its .bin files, or a token file of nanoGPT, llm.c or modded-nanogpt.
 
-    vocab_size: refuse data with a token that this vocabulary does not have.
+    vocab_size: reject data with tokens outside this vocabulary.
     """
     path = Path(path)
     if (path / MANIFEST).exists():
@@ -68,11 +68,11 @@ def open_tokens(path: str | Path, *, split: str = "train", vocab_size: int | Non
 
 
 def open_token_data(data: DataConfig, prepared: Prepared | None) -> Data:
-    """What a run needs of tokens that are on the disk: those of its text, or those that it names itself."""
+    """The token data of a run: of its tokenized text, or of the token files in its config."""
     path = prepared.path if prepared else Path(data.train_data_path)
     tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else None
     train = open_tokens(path, split="train")
-    if train.vocab_size is None:  # another trainer's file does not say: check it against the tokenizer or the setting
+    if train.vocab_size is None:  # other trainers' files do not say: check against the tokenizer or the setting
         train = open_tokens(path, split="train", vocab_size=tokenizer.vocab_size if tokenizer else data.vocab_size)
     if tokenizer is None and train.tokenizer_path is not None:
         tokenizer = Tokenizer.load(train.tokenizer_path)
@@ -91,43 +91,41 @@ def _open_prepared(folder: Path, split: str, *, vocab_size: int | None) -> Token
     if record is None:
         raise DataError(
             f"{folder} has no {split} tokens, only {', '.join(manifest.splits)}",
-            fix="give another folder, or prepare the text again with --valid_fraction above 0",
+            fix="use another folder, or tokenize the text again with --valid_fraction above 0",
         )
     if vocab_size is not None and manifest.vocab_size > vocab_size:
         raise DataError(
-            f"{folder} has a vocabulary of {manifest.vocab_size} ids, more than the {vocab_size} asked for",
-            fix=f"use --vocab_size {manifest.vocab_size}, or tokens made with the smaller vocabulary",
+            f"{folder} has a vocabulary of {manifest.vocab_size}, larger than the requested {vocab_size}",
+            fix=f"use --vocab_size {manifest.vocab_size}, or tokens with a smaller vocabulary",
         )
     tokens, ends, names = split_files(split)
     _verify(folder, manifest, (TOKENIZER, tokens, ends, names))
     for name, items, width in ((tokens, record.tokens, np.dtype(manifest.dtype).itemsize), (ends, record.documents, 8)):
         if manifest.files[name].bytes != items * width or items == 0:
             raise DataError(
-                f"{folder / name} has {manifest.files[name].bytes} bytes, which are not {items} items of {width}",
-                fix=f"remove {folder} and make it again with: drumline prepare",
+                f"{folder / name} has {manifest.files[name].bytes} bytes, which is not {items} items of {width} bytes",
+                fix=f"remove {folder} and run drumline prepare again",
             )
     return map_split(folder, manifest, split)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared folder, checked for form; the files that it lists are not opened."""
+    """The manifest of a prepared folder, validated; the files that it lists are not opened."""
     path = folder / MANIFEST
-    again = f"remove {folder} and make it again with: drumline prepare"
+    again = f"remove {folder} and run drumline prepare again"
     if UNFINISHED.fullmatch(folder.absolute().name):
-        raise DataError(f"{folder} was never finished", fix=again)
+        raise DataError(f"{folder} is incomplete", fix=again)
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}", fix=again) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DataError(
-            f"{path} is not the manifest of a prepared folder", fix="give a folder made by drumline prepare"
-        )
+        raise DataError(f"{path} is not the manifest of a prepared folder", fix="use a folder made by drumline prepare")
     version = content.get("format_version")
     if version != FORMAT_VERSION:
         raise DataError(
-            f"{path} is of format {version}, and this drumline reads {FORMAT_VERSION}",
-            fix="pip install --upgrade drumline, or prepare the text again",
+            f"{path} has format version {version}, but this drumline reads version {FORMAT_VERSION}",
+            fix="pip install --upgrade drumline, or tokenize the text again",
         )
     try:
         values = {field.name: content[field.name] for field in fields(Manifest)}
@@ -143,18 +141,18 @@ def read_manifest(folder: Path) -> Manifest:
         raise DataError(f"{path} is damaged: it does not list {', '.join(sorted(missing))}", fix=again)
     for name in manifest.files:
         if name in {"", ".", ".."} or "/" in name or "\\" in name:
-            raise DataError(f"{path} names a file outside its folder: {name!r}", fix="do not use this folder")
+            raise DataError(f"{path} lists a file outside its folder: {name!r}", fix="do not use this folder")
     return manifest
 
 
 def manifest_of_key(folder: Path, key: str, *, source: str) -> Manifest:
-    """The manifest of a folder that has this key and whose files have the right sizes; any other is refused."""
+    """The manifest of a folder that has this key and files of the right size; any other folder is rejected."""
     try:
         manifest = read_manifest(folder)
     except DataError:
         manifest = None
     if manifest is None or manifest.key != key:
-        content = "is not a prepared folder" if manifest is None else f"holds other tokens (of {manifest.source})"
+        content = "is not a prepared folder" if manifest is None else f"has other tokens (of {manifest.source})"
         raise DataError(
             f"{folder} exists and {content}, not those of {source} with these settings",
             fix=f"choose another --out, or remove it: rm -r {folder}",
@@ -165,19 +163,19 @@ def manifest_of_key(folder: Path, key: str, *, source: str) -> Manifest:
 
 
 def _size_checked(path: Path, record: FileRecord) -> os.stat_result:
-    again = f"copy it again, or remove {path.parent} and make it again with: drumline prepare"
+    again = f"copy it again, or remove {path.parent} and run drumline prepare again"
     try:
         stat = path.stat()
     except OSError as error:
-        raise DataError(f"{path} is named by its manifest but cannot be read: {error.strerror}", fix=again) from error
+        raise DataError(f"{path} is listed in its manifest but cannot be read: {error.strerror}", fix=again) from error
     if stat.st_size != record.bytes:
-        state = "truncated" if stat.st_size < record.bytes else "longer than it was"
-        raise DataError(f"{path} is {state}: {stat.st_size} bytes, where its manifest says {record.bytes}", fix=again)
+        state = "truncated" if stat.st_size < record.bytes else "too long"
+        raise DataError(f"{path} is {state}: {stat.st_size} bytes, but {record.bytes} in its manifest", fix=again)
     return stat
 
 
 def _verify(folder: Path, manifest: Manifest, names: tuple[str, ...]) -> None:
-    """Hash the files that were not yet hashed in the state they are in now, and remember those that are right."""
+    """Hash files that changed since they were last hashed, and remember those that are valid."""
     try:
         stamps = dict(json.loads((folder / STAMPS).read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -191,14 +189,14 @@ def _verify(folder: Path, manifest: Manifest, names: tuple[str, ...]) -> None:
             continue
         sha256 = file_sha256(path)
         if sha256 != record.sha256:
-            what = "not the tokenizer that the tokens were made with" if name == TOKENIZER else "damaged or changed"
+            what = "not the tokenizer of these tokens" if name == TOKENIZER else "damaged or modified"
             raise DataError(
-                f"{path} is {what}: sha256 {sha256[:12]}, where its manifest says {record.sha256[:12]}",
-                fix=f"copy it again, or remove {folder} and make it again with: drumline prepare",
+                f"{path} is {what}: sha256 {sha256[:12]}, but {record.sha256[:12]} in its manifest",
+                fix=f"copy it again, or remove {folder} and run drumline prepare again",
             )
         new_stamps[name] = stamp
     if new_stamps:
-        with contextlib.suppress(OSError):  # a read-only folder is as good; it is only hashed every time
+        with contextlib.suppress(OSError):  # a read-only folder works too; it is just hashed every time
             replace_text(folder / STAMPS, json.dumps(stamps | new_stamps, indent=2) + "\n")
 
 
@@ -212,28 +210,28 @@ def _bin_names(split: str) -> list[str]:
 
 
 def _open_foreign(path: Path, split: str, *, vocab_size: int | None) -> TokenFile:
-    """A .bin file, or the one of a folder that has this split."""
+    """A .bin file, or the one in a folder that has this split."""
     if path.is_dir():
         file = _bin_file(path, split)
         if file is None:
             names = " or ".join(_bin_names(split))
-            raise DataError(f"{path} has no {names}", fix="name a .bin file, or a folder made by drumline prepare")
+            raise DataError(f"{path} has no {names}", fix="use a .bin file, or a folder made by drumline prepare")
         path = file
     elif not path.is_file():
-        raise DataError(f"there is no token file {path}", fix="check the path, or make it with: drumline prepare")
+        raise DataError(f"token file {path} does not exist", fix="check the path, or create it with: drumline prepare")
     size = path.stat().st_size
     if path.with_name(split_files(path.stem)[1]).exists():
         raise DataError(
-            f"{path} was never finished: {path.parent} has no {MANIFEST}",
+            f"{path} is incomplete: {path.parent} has no {MANIFEST}",
             fix=f"remove {path.parent} and run drumline prepare again",
         )
     if path.with_suffix(".idx").exists():
         raise DataError(
-            f"{path} has an .idx beside it, as Megatron's files do, and drumline does not read those",
-            fix="give drumline the text, or write the tokens as raw uint16",
+            f"{path} comes with an .idx file, like Megatron's data, which drumline does not read",
+            fix="use the original text, or write the tokens as raw uint16",
         )
     if size == 0:
-        raise DataError(f"{path} is empty", fix="make it again, or give another file")
+        raise DataError(f"{path} is empty", fix="create it again, or use another file")
     dtype, count, offset = _layout(path, size)
     tokens = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
     if vocab_size is not None:
@@ -242,7 +240,7 @@ def _open_foreign(path: Path, split: str, *, vocab_size: int | None) -> TokenFil
 
 
 def _layout(path: Path, size: int) -> tuple[str, int, int]:
-    """dtype, number of tokens and offset in bytes, from the header if there is one."""
+    """dtype, number of tokens and byte offset, from the header if there is one."""
     with open(path, "rb") as file:
         start = file.read(12)
     magic, version, count = np.frombuffer(start.ljust(12, b"\0"), dtype="<i4").tolist()
@@ -250,21 +248,21 @@ def _layout(path: Path, size: int) -> tuple[str, int, int]:
         dtype = HEADERS.get((magic, version))
         if dtype is None:
             raise DataError(
-                f"{path} has llm.c's header {magic} of version {version}, which drumline does not know",
-                fix="write it again as version 1 (uint16) or as raw uint16 without a header",
+                f"{path} has an llm.c header with magic {magic}, version {version}, which drumline does not support",
+                fix="write it as version 1 (uint16), or as raw uint16 without a header",
             )
         expected = HEADER_BYTES + count * np.dtype(dtype).itemsize
         if size != expected or count <= 0:
-            state = "truncated" if size < expected else "not what its header says"
+            state = "truncated" if size < expected else "inconsistent with its header"
             raise DataError(
-                f"{path} is {state}: {size} bytes, where its header says {count} tokens, {expected} bytes",
+                f"{path} is {state}: {size} bytes, but its header says {count} tokens, {expected} bytes",
                 fix="copy or download it again",
             )
         return dtype, count, HEADER_BYTES
     if size % 2:
         raise DataError(
             f"{path} is truncated or not a token file: {size} bytes is not a whole number of uint16 tokens",
-            fix="copy it again; a raw .bin holds little-endian uint16 and nothing else",
+            fix="copy it again; a raw .bin file contains only little-endian uint16 tokens",
         )
     return "<u2", size // 2, 0
 
@@ -276,7 +274,7 @@ def _check_vocabulary(path: Path, tokens: npt.NDArray[Any], *, vocab_size: int) 
             position = start + int(outside.argmax())
             raise DataError(
                 f"token {tokens[position]} at position {position} of {path} is outside the vocabulary of {vocab_size}",
-                fix="use the vocabulary the file was made with (--vocab_size), or make the tokens again",
+                fix="use the vocabulary that the file was made with (--vocab_size), or create the tokens again",
             )
 
 

@@ -1,6 +1,6 @@
 """Sources a user has: files, folders, globs, functions (`package.module:name`) and Hugging Face data sets.
 
-The only module that knows the hub's names, its file layout and the `datasets` package.
+The only module that knows the Hub's names, its file layout and the `datasets` package.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TEXT_SUFFIXES = frozenset(
     .sh .bash .zsh .fish .ps1 .bat .sql .graphql .proto .cmake .mk .yaml .yml .toml .ini .cfg .conf .vim .awk
     """.split()  # a hundred quoted lines read worse
 )
-"""Suffixes of a folder's files that are read as plain text; a file named by itself may have any."""
+"""Suffixes that are read as plain text in a folder; a single file may have any suffix."""
 
 WIKITEXT = "Salesforce/wikitext"
 SHORTHANDS = {
@@ -52,8 +52,8 @@ _BATCH_ROWS = 256
 _PROBE_S = 3.0
 
 
-_KINDS = "a file, a folder, a glob, builtin, package.module:name or a hub data set OWNER/NAME[:CONFIG]"
-_GLOB_FIX = "try the pattern with ls; ** stands for folders only between slashes, as in 'data/**/*.txt'"
+_KINDS = "a file, a folder, a glob, builtin, package.module:name or a Hugging Face dataset OWNER/NAME[:CONFIG]"
+_GLOB_FIX = "try the pattern with ls; ** matches folders only between slashes, as in 'data/**/*.txt'"
 
 
 def other_source(source: str) -> Source:
@@ -62,7 +62,7 @@ def other_source(source: str) -> Source:
     if os.path.isfile(path):
         return Files(str(path), lambda: [path])
     if not source.strip():
-        raise DataError("the source is an empty string", fix=f"give {_KINDS}")
+        raise DataError("the data source is an empty string", fix=f"use {_KINDS}")
     try:
         if path.is_dir():
             shards = _hub_layout(path)
@@ -78,17 +78,17 @@ def other_source(source: str) -> Source:
     dataset = _hub_dataset(source)
     if dataset and (source in SHORTHANDS or not _looks_like_a_path(path)):
         return dataset
-    raise DataError(f"there is no {source}", fix=_fix_for_missing(path))
+    raise DataError(f"{source} does not exist", fix=_fix_for_missing(path))
 
 
 def _is_text_file(path: Path) -> bool:
-    """Whether a folder's file is taken for text, by its name."""
+    """Whether a file in a folder counts as text, by its name."""
     kind, _ = file_kind(path)
     return kind in TEXT_SUFFIXES or kind in STRUCTURED_SUFFIXES
 
 
 def _looks_like_a_path(path: Path) -> bool:
-    """Whether `folder/name` is rather a mistyped file than OWNER/NAME on the hub."""
+    """Whether `folder/name` is more likely a mistyped path than OWNER/NAME on the Hub."""
     return _is_text_file(path) or bool(_close_files(path))
 
 
@@ -104,7 +104,7 @@ def _fix_for_missing(path: Path) -> str:
     else:
         candidates = [(path.parent / name).as_posix() for name in _close_files(path)]
     missing_folder = "" if path.parent.is_dir() else f"the folder {path.parent} does not exist; "
-    return _did_you_mean(path.as_posix(), candidates) or f"{missing_folder}give {_KINDS}"
+    return _did_you_mean(path.as_posix(), candidates) or f"{missing_folder}use {_KINDS}"
 
 
 def _did_you_mean(word: str, candidates: Sequence[str]) -> str:
@@ -116,8 +116,8 @@ def _folder_files(folder: Path) -> list[Path]:
     files = [path for path in walk(folder, without=frozenset()) if _is_text_file(path)]
     if not files:
         raise DataError(
-            f"{folder} has no file whose name ends like text (.txt, .md, .py, .jsonl, .parquet, .txt.gz, ...)",
-            fix=f"name the files with a glob: '{folder}/**/*.SUFFIX'",
+            f"{folder} has no files with a known text suffix (.txt, .md, .py, .jsonl, .parquet, .txt.gz, ...)",
+            fix=f"use a glob: '{folder}/**/*.SUFFIX'",
         )
     return files
 
@@ -127,15 +127,15 @@ def _glob_files(pattern: Path) -> list[Path]:
     while not glob.has_magic(pattern.parts[fixed]):
         fixed += 1
     base, magic = Path(*pattern.parts[:fixed]), Path(*pattern.parts[fixed:])
-    if magic.name == "**":  # pathlib takes it for folders only
+    if magic.name == "**":  # in pathlib it matches folders only
         magic /= "*"
-    try:  # pathlib's ** does not follow links, so that a loop of links cannot trap it; it does find hidden files
+    try:  # pathlib's ** does not follow links, so there are no endless loops; it does find hidden files
         matches = [path for path in base.glob(str(magic)) if not path.is_dir()]
     except ValueError as error:
         raise DataError(f"{pattern} is not a glob: {error}", fix=_GLOB_FIX) from error
     files = sorted(path for path in matches if not any(part.startswith(".") for part in path.relative_to(base).parts))
     if not files:
-        raise DataError(f"no file matches {pattern}", fix=_GLOB_FIX)
+        raise DataError(f"no files match {pattern}", fix=_GLOB_FIX)
     return files
 
 
@@ -153,7 +153,7 @@ class _Function:
         return f"function {self.source} {size_and_time(origin) if origin else ''}".rstrip()
 
     def size_bytes(self, split: str) -> None:
-        """Only the function knows."""
+        """Unknown: only the function could say."""
 
     def documents(self, split: str, reading: Reading) -> Iterator[Document]:
         check_split(split, self.splits(), source=self.source)
@@ -161,7 +161,7 @@ class _Function:
         name = self.source.partition(":")[2]
         if isinstance(items, str) or not isinstance(items, Iterable):
             raise DataError(
-                f"{self.source}() returns {type(items).__name__}, not one text after another",
+                f"{self.source}() returns {type(items).__name__}, not an iterable of texts",
                 fix=f"write {name} as a generator: yield each text",
             )
         for number, item in enumerate(items, start=1):
@@ -177,7 +177,7 @@ class _Function:
 
 
 class _HubFolder(Files):
-    """A local folder of parquet files in the hub's layout."""
+    """A local folder of parquet files in the Hub's layout."""
 
     def __init__(self, source: str, shards: dict[str, list[Path]]) -> None:
         super().__init__(source, lambda: [path for paths in shards.values() for path in paths])
@@ -197,22 +197,22 @@ class _HubFolder(Files):
 
 @dataclass(frozen=True)
 class _HubDataset:
-    """A data set that the `datasets` package fetches, or has in its cache."""
+    """A dataset that the `datasets` package downloads, or has in its cache."""
 
     source: str
-    """The name as the user gave it."""
+    """The name as the user wrote it."""
     name: str
     config: str | None
 
     def splits(self) -> Collection[str]:
-        """What is known without asking the network."""
+        """What is known without network access."""
         return ("train", "validation", "test") if self._is_wikitext() else ("train",)
 
     def key(self) -> str:
         return f"hub {self.name}:{self.config or 'default'}"
 
     def size_bytes(self, split: str) -> None:
-        """Not known before it is fetched."""
+        """Unknown before it is downloaded."""
 
     def documents(self, split: str, reading: Reading) -> Iterator[Document]:
         rows = self._rows(split, reading)
@@ -237,7 +237,7 @@ class _HubDataset:
 
 
 def _hub_dataset(source: str) -> _HubDataset | None:
-    """The data set that a name stands for, or None where it cannot be one."""
+    """The dataset that a name refers to, or None if it cannot be one."""
     if source in SHORTHANDS:
         return _HubDataset(source, WIKITEXT, SHORTHANDS[source])
     match = _HUB_NAME.fullmatch(source)
@@ -245,9 +245,9 @@ def _hub_dataset(source: str) -> _HubDataset | None:
 
 
 def _hub_layout(folder: Path) -> dict[str, list[Path]]:
-    """Split -> its parquet files in order, for a folder laid out as on the hub; empty for any other folder.
+    """Split -> its parquet files in order, for a folder with the Hub's layout; empty for any other folder.
 
-    The files lie in the folder itself or in one folder below it: data/, or one per configuration.
+    The files are in the folder itself or one level below: data/, or one folder per configuration.
     """
     below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     if here := _shards(folder):
@@ -255,8 +255,8 @@ def _hub_layout(folder: Path) -> dict[str, list[Path]]:
     datasets = {path: shards for path in below if (shards := _shards(path))}
     if len(datasets) > 1:
         raise DataError(
-            f"{folder} holds {len(datasets)} data sets: {', '.join(path.name for path in datasets)}",
-            fix=f"name one of them: {next(iter(datasets))}",
+            f"{folder} contains {len(datasets)} datasets: {', '.join(path.name for path in datasets)}",
+            fix=f"choose one of them: {next(iter(datasets))}",
         )
     return next(iter(datasets.values()), {})
 
@@ -268,13 +268,13 @@ def _holds_articles(folder: Path, shards: Iterable[Path]) -> bool:
 
 
 def articles(rows: Iterable[Document]) -> Iterator[Document]:
-    """WikiText's rows, one line each, joined into one document per article, named after its first row.
+    """WikiText's rows, which are single lines, joined into one document per article, named after its first row.
 
-    The joined texts are exactly the rows' texts; an article starts at its title, ` = Title = `.
+    The joined text is exactly that of the rows; an article starts at its title, ` = Title = `.
     """
     name, lines, size = "", list[str](), 0
     for row in rows:
-        # The size only matters for data that bears WikiText's name but has no titles: it must not become one text.
+        # The size limit only matters for data named like WikiText but without titles: it must not become one document.
         if lines and (size > PART_BYTES or _TITLE.fullmatch(row.text)):
             yield Document(name, "".join(lines))
             lines, size = [], 0
@@ -295,28 +295,28 @@ def _shards(folder: Path) -> dict[str, list[Path]]:
 
 
 def _load(name: str, config: str | None, split: str) -> Any:
-    """The `datasets.Dataset`. Without a network only the cache is asked, so that the answer comes in seconds."""
+    """The `datasets.Dataset`. Without network access only the cache is used, so that errors come within seconds."""
     try:
         import datasets
         from huggingface_hub import constants
     except ImportError as error:
-        raise MissingExtraError(f"the hub's data set {name}", extra="datasets") from error
+        raise MissingExtraError(f"the Hugging Face dataset {name}", extra="datasets") from error
     online = _hub_answers()
     was_offline = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = was_offline or not online
     try:
         return datasets.load_dataset(name, config, split=split, streaming=False)
-    except Exception as error:  # the package raises whatever its many parts raise
+    except Exception as error:  # the package raises many kinds of exceptions
         full_name = f"{name}:{config}" if config else name
         if isinstance(error, OSError) and not online:
             raise DataError(
-                f"the Hugging Face hub ({constants.ENDPOINT}) cannot be reached, and {full_name} is not in the cache",
-                fix="check the network, or use a local copy: give a folder of parquet files in the hub's layout "
+                f"the Hugging Face Hub ({constants.ENDPOINT}) cannot be reached, and {full_name} is not in the cache",
+                fix="check the network, or use a local copy: a folder of parquet files in the Hub's layout "
                 f"({split}-00000-of-00001.parquet, ...) as SOURCE or --train_data_path",
             ) from error
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise DataError(
-            f"the hub's data set {full_name}, split {split!r}, cannot be loaded: {reason}",
+            f"the Hugging Face dataset {full_name}, split {split!r}, cannot be loaded: {reason}",
             fix="check the name, OWNER/NAME or OWNER/NAME:CONFIG, and log in (hf auth login) if it is not public",
         ) from error
     finally:
@@ -324,18 +324,18 @@ def _load(name: str, config: str | None, split: str) -> Any:
 
 
 def _hub_answers() -> bool:
-    """Whether the hub answers within seconds. Any answer will do; proxies are those of the hub's own client."""
+    """Whether the Hub responds within seconds. Any response counts; uses the proxies of the Hub's own client."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]  # public, but exported lazily
 
     answered = threading.Event()
 
     def ask() -> None:
-        with suppress(Exception):  # no route, no name, no proxy, offline mode: all the same here
+        with suppress(Exception):  # no route, no DNS, no proxy, offline mode: all the same here
             get_session().head(constants.ENDPOINT, timeout=_PROBE_S)
             answered.set()
 
-    # In a thread because looking up a name can hang for longer than any timeout of the client.
+    # In a thread, because DNS lookups can hang longer than any timeout of the client.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_PROBE_S + 1.0)

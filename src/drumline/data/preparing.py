@@ -1,7 +1,7 @@
-"""Text becomes a folder of tokens, whole or not there at all. Encodes fast in bounded memory.
+"""Tokenize text into a folder of tokens, atomically, fast, and in bounded memory.
 
-The main thread reads and writes while a few threads encode. What is being encoded at a time is bounded, so memory does
-not grow with the input. Everything is written into a folder beside the wanted one, which is renamed at the end.
+The main thread reads and writes while a few threads encode. The amount of text being encoded is bounded, so memory does
+not grow with the input. Everything is written to a temporary folder, which is renamed at the end.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from drumline.errors import DataError
 from drumline.files import flush
 
 SAMPLE_BYTES = 32_000_000
-"""Text that a vocabulary is learned from."""
+"""Amount of text that the tokenizer is trained on."""
 BATCH_BYTES = 1 << 20
-"""Text handed to an encoder at once."""
+"""Text per batch for the encoder."""
 ENCODING_BYTES = 4 << 20
-"""Text being encoded at any time: each byte takes 30 to 120 of memory, the more the longer its document."""
+"""Limit of text being encoded: each byte takes 30 to 120 bytes of memory, more for longer documents."""
 ENCODERS = 4
-"""Threads that hand batches to the library, which itself uses all cores; several, so that no core waits for a batch."""
+"""Threads that pass batches to the library, which itself uses all cores; several, so that no core idles."""
 REPORT_BYTES = 1 << 20
-"""Text from one report of progress to the next."""
+"""Text between two progress reports."""
 
 
 Stage = Literal["reading", "learning", "encoding"]
@@ -51,16 +51,16 @@ Stage = Literal["reading", "learning", "encoding"]
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a stage is."""
+    """Progress of a stage."""
 
     stage: Stage
-    """Reading text to learn from and to hold out; learning a vocabulary; encoding."""
+    """Reading text for tokenizer training and validation; training the tokenizer; encoding."""
     bytes_done: int
-    """Of the source on disk, compressed as it is. Where its size is not known, and while learning: of the text."""
+    """Bytes of the source on disk, as compressed there. If its size is unknown, and during training: of the text."""
     bytes_total: int | None
-    """What bytes_done will be at the end of the stage; while reading an estimate. None where it is not known."""
+    """bytes_done at the end of the stage; an estimate while reading. None if unknown."""
     text_bytes: int
-    """Text that was read, learned from or encoded in this stage."""
+    """Bytes of text read, trained on or encoded in this stage."""
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -68,13 +68,13 @@ ProgressCallback = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the tokens."""
+    """Everything that determines the tokens."""
 
     corpus: Corpus
     tokenizer: Tokenizer | None = None
-    """Without it a vocabulary is learned from the beginning of the training text."""
+    """Default: train a tokenizer on the beginning of the training text."""
     vocab_size: int = 32768
-    """Size of the vocabulary to learn."""
+    """Vocabulary size of a newly trained tokenizer."""
 
     @cached_property
     def key(self) -> str:
@@ -84,7 +84,7 @@ class Recipe:
 
     @property
     def folder_name(self) -> str:
-        """A name for the folder among those of other texts and settings."""
+        """A folder name that is unique for this text and these settings."""
         name = re.sub(r"[^A-Za-z0-9.]+", "-", Path(self.corpus.source).name).strip("-.")[:40]
         return f"{name or 'text'}-{self.key[:12]}"
 
@@ -96,33 +96,33 @@ class Prepared:
     path: Path
     manifest: Manifest
     seconds: float
-    """From beginning to end, learning a vocabulary included."""
+    """Total time, including training the tokenizer."""
     skipped: Skipped
     reused: bool
-    """Whether it was there already."""
+    """Whether it existed already."""
 
 
 def prepare(recipe: Recipe, out: str | Path, *, progress: ProgressCallback | None = None) -> Prepared:
-    """Write the tokens of the recipe into the folder `out`, unless they are there already."""
+    """Write the tokens to the folder `out`, unless they are there already."""
     started = time.perf_counter()
     out, source, skipped = Path(os.path.abspath(out)), Path(recipe.corpus.source), Skipped()
     if source.is_dir() and out.is_relative_to(os.path.abspath(source)):
         raise DataError(
-            f"{out} lies inside the text folder {source} and would be read as text the next time",
-            fix="choose a folder elsewhere for the tokens",
+            f"{out} is inside the text folder {source} and would be read as text next time",
+            fix="choose another folder for the tokens",
         )
     existing = _existing(out, recipe)
     try:
         manifest = existing or _make(recipe, out, progress or (lambda _: None), skipped)
-    except OSError as error:  # what is wrong with the text comes as a DataError
+    except OSError as error:  # problems with the text raise DataError
         raise DataError(
-            f"{out} cannot be written: {error.strerror or error}", fix="make room there, or choose another folder"
+            f"{out} is not writable: {error.strerror or error}", fix="free up space, or choose another folder"
         ) from error
     return Prepared(out, manifest, time.perf_counter() - started, skipped, reused=existing is not None)
 
 
 def _existing(out: Path, recipe: Recipe) -> Manifest | None:
-    """The manifest of `out` if it holds what the recipe makes; None where nothing is in the way."""
+    """The manifest of `out` if it has the right content; None if it does not exist."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     from drumline.data.opening import manifest_of_key
@@ -131,8 +131,8 @@ def _existing(out: Path, recipe: Recipe) -> Manifest | None:
 
 
 def _make(recipe: Recipe, out: Path, progress: ProgressCallback, skipped: Skipped) -> Manifest:
-    """Fill a folder beside `out` and rename it."""
-    # The host is in the name because process ids of hosts, or containers, that share a disk say nothing to each other.
+    """Write to a temporary folder next to `out`, then rename it."""
+    # The host is part of the name because process ids are not unique among hosts or containers that share a disk.
     host = re.sub(r"\W", "_", socket.gethostname())
     prefix = f"{out.name}.partial-{host}-"
     _remove_leftovers(out.parent, prefix)
@@ -144,7 +144,7 @@ def _make(recipe: Recipe, out: Path, progress: ProgressCallback, skipped: Skippe
         try:
             partial.rename(out)
         except OSError:
-            existing = _existing(out, recipe)  # another process may have made the same meanwhile
+            existing = _existing(out, recipe)  # another process may have created it in the meantime
             if existing is None:
                 raise
             manifest = existing
@@ -155,7 +155,7 @@ def _make(recipe: Recipe, out: Path, progress: ProgressCallback, skipped: Skippe
 
 
 def _remove_leftovers(folder: Path, prefix: str) -> None:
-    """Remove what processes of this host left unfinished when they were killed."""
+    """Remove temporary folders of killed processes on this host."""
     for path in folder.glob(f"{glob.escape(prefix)}*"):
         pid = path.name.removeprefix(prefix)
         if pid.isdecimal() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
@@ -165,7 +165,7 @@ def _remove_leftovers(folder: Path, prefix: str) -> None:
 def _fill(folder: Path, recipe: Recipe, progress: ProgressCallback, skipped: Skipped) -> Manifest:
     """Write every file of a prepared folder, the manifest last."""
     corpus = recipe.corpus
-    key, text_key = recipe.key, source_key(corpus.source)  # before reading: a change meanwhile must not go unnoticed
+    key, text_key = recipe.key, source_key(corpus.source)  # before reading, so that later changes are noticed
     tokenizer, cut_bytes = _tokenizer(recipe, progress)
     tokenizer.save(folder / TOKENIZER)
     files = {TOKENIZER: flushed(folder / TOKENIZER)}
@@ -185,7 +185,7 @@ def _fill(folder: Path, recipe: Recipe, progress: ProgressCallback, skipped: Ski
         meter.report()
         for label, writer in writers.items():
             if writer.documents == 0:
-                raise DataError(f"{corpus.source} is too short to give {label} data", fix="use more text")
+                raise DataError(f"{corpus.source} is too short for {label} data", fix="use more text")
             splits[label], records = writer.close()
             files |= records
     finally:
@@ -206,7 +206,7 @@ def _fill(folder: Path, recipe: Recipe, progress: ProgressCallback, skipped: Ski
 
 
 def _tokenizer(recipe: Recipe, progress: ProgressCallback) -> tuple[Tokenizer, int | None]:
-    """The tokenizer, learned if none was given, and where the text must be cut if no document is held out."""
+    """The tokenizer, trained if none was given, and where to split the text if no document is held out."""
     corpus, sample_bytes = recipe.corpus, 0 if recipe.tokenizer else SAMPLE_BYTES
     meter = _Meter("reading", progress, source_bytes=corpus.size_bytes(), text_limit=sample_bytes)
     reading = corpus.reading(meter.on_bytes)
@@ -225,12 +225,12 @@ def _tokenizer(recipe: Recipe, progress: ProgressCallback) -> tuple[Tokenizer, i
 
 
 class _Meter:
-    """Reports how far a stage is: at its beginning and every REPORT_BYTES of text."""
+    """Reports the progress of a stage: at its start and after every REPORT_BYTES of text."""
 
     def __init__(
         self, stage: Stage, progress: ProgressCallback, *, source_bytes: int | None = None, text_limit: int = 0
     ) -> None:
-        """source_bytes: size on disk of all there is. text_limit: text after which the stage ends, if known."""
+        """source_bytes: size of the source on disk. text_limit: amount of text after which the stage ends, if known."""
         self._stage, self._progress = stage, progress
         self._source_bytes, self._text_limit = source_bytes, text_limit
         self.read_bytes = self._done_bytes = self._text_bytes = self._reported_bytes = 0
@@ -240,7 +240,7 @@ class _Meter:
         self.read_bytes += new_bytes
 
     def on_text(self, new_bytes: int, *, read_bytes: int | None = None) -> None:
-        """read_bytes: how much of the source on disk was read for the text so far; all, unless given."""
+        """read_bytes: bytes read from disk for the text so far; by default, all."""
         self._text_bytes += new_bytes
         self._done_bytes = self.read_bytes if read_bytes is None else read_bytes
         if self._text_bytes - self._reported_bytes >= REPORT_BYTES:
@@ -263,7 +263,7 @@ class _Batch:
     documents: list[Labelled]
     text_bytes: int
     read_bytes: int
-    """How much of the source on disk was read up to its end."""
+    """Bytes read from disk up to its end."""
 
 
 def _batches(text: Iterable[Labelled], meter: _Meter) -> Iterator[_Batch]:
@@ -280,7 +280,7 @@ def _batches(text: Iterable[Labelled], meter: _Meter) -> Iterator[_Batch]:
 
 
 def _encoded(batches: Iterable[_Batch], tokenizer: Tokenizer) -> Generator[tuple[_Batch, list[list[int]]]]:
-    """Batches in their order, encoded ahead of their use but never more than ENCODING_BYTES of text."""
+    """Encoded batches in order, encoded ahead, but never more than ENCODING_BYTES of text."""
     ahead: deque[tuple[_Batch, Future[list[list[int]]]]] = deque()
     with ThreadPoolExecutor(ENCODERS, thread_name_prefix="encoder") as encoders:
         try:

@@ -1,4 +1,4 @@
-"""A source, as the user writes it, becomes documents.
+"""A data source, as the user writes it, becomes documents.
 
 Reads `builtin`, the source of Python's standard library. Files, folders, globs, functions (`package.module:name`) and
 Hugging Face data sets are in `drumline.data.other_sources`, only imported for those.
@@ -19,14 +19,14 @@ from drumline.errors import DataError
 
 __all__ = ["Document", "documents", "has_split", "source_bytes", "source_key"]
 
-# Tests are half of the library, repeat themselves and are not shipped everywhere; encodings are tables of numbers.
+# Tests are half of the library, repetitive and not always installed; encodings are tables of numbers.
 _BUILTIN_WITHOUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 
 
 def documents(source: str, reading: Reading | None = None, *, split: str = "train") -> Iterator[Document]:
-    """The documents of a source, in an order that does not change.
+    """The documents of a source, in a deterministic order.
 
-    split: which part of a source that has several (see `has_split`); any other source is all "train"
+    split: which split of a source that has several (see `has_split`); any other source is all "train"
     """
     reading = reading or Reading()
     empty = True
@@ -36,26 +36,26 @@ def documents(source: str, reading: Reading | None = None, *, split: str = "trai
     if empty:
         skipped = reading.skipped
         first = f"; {skipped.count} skipped, first: {skipped.first[0]}" if skipped.count else ""
-        raise DataError(f"{source} gives no documents{first}", fix="choose another source, or its --field")
+        raise DataError(f"{source} contains no documents{first}", fix="choose another source or --field")
 
 
 def has_split(source: str, split: str) -> bool:
-    """Whether the source itself is known, without a network, to have this split."""
+    """Whether the source is known, without network access, to have this split."""
     return split in _source(source).splits()
 
 
 def source_key(source: str) -> str:
-    """A short line that changes when what would be read changes: files with sizes and times, a version, a name."""
+    """A short line that changes when the content changes: files with sizes and times, a version, a name."""
     return _source(source).key()
 
 
 def source_bytes(source: str, split: str = "train") -> int | None:
-    """Size on disk of what would be read (compressed files: as compressed), None where it is not known beforehand."""
+    """Bytes to read from disk (compressed files: compressed size); None if unknown."""
     return _source(source).size_bytes(split)
 
 
 class Source(Protocol):
-    """What a source string stands for."""
+    """The source that a string refers to."""
 
     def splits(self) -> Collection[str]: ...
     def key(self) -> str: ...
@@ -84,7 +84,7 @@ class _Builtin:
             from drumline.data.file_sources import check_split
 
             check_split(split, self.splits(), source="builtin")
-        # Empty files and those in another encoding are no fault of the user: skipped without a word.
+        # Empty files and those in another encoding are not the user's fault: skipped silently.
         quiet = Reading(on_error="skip", on_bytes=reading.on_bytes)
         for path in self._files:
             yield from read_file(path, name=path.relative_to(self._folder).as_posix(), reading=quiet)
@@ -100,7 +100,7 @@ class _Builtin:
 
 
 def _source(source: str) -> Source:
-    """What a source string means. What exists on disk comes first, except for the word `builtin`."""
+    """The source that a string refers to. Existing paths take precedence, except for the word `builtin`."""
     if source == "builtin":
         return _Builtin()
     from drumline.data.other_sources import other_source

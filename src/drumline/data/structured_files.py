@@ -1,6 +1,6 @@
 """JSON and parquet rows, and files compressed with gzip, xz or zstd, become documents.
 
-As in `drumline.data.text_files`, all is read as a stream, and what is wrong inside a file is named with its place.
+As in `drumline.data.text_files`, everything is streamed, and errors name the place in the file.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from drumline.data.text_files import (
 from drumline.errors import MissingExtraError
 
 LARGEST_ARRAY_BYTES = 64 << 20
-"""A JSON array must be parsed whole; longer ones are refused."""
+"""A JSON array must be parsed as a whole; longer ones are rejected."""
 PARQUET_BATCH_ROWS = 64
-"""Rows can be whole books: few at a time."""
+"""Rows can be whole books: read few at a time."""
 
-_MEND = "mend the file, or skip what is damaged with --on_error skip"
+_MEND = "repair the file, or skip damaged rows with --on_error skip"
 
 
 def read_structured(stream: BinaryIO, *, name: str, reading: Reading) -> Iterator[Document]:
-    """The documents of a file whose suffixes say that it holds rows, is compressed, or both."""
+    """The documents of a file that has rows, is compressed, or both, according to its suffixes."""
     kind, compression = file_kind(Path(name))
     try:
         content = _decompressed(stream, compression)
@@ -50,11 +50,11 @@ def read_structured(stream: BinaryIO, *, name: str, reading: Reading) -> Iterato
         else:
             yield from read_plain(content, name=name, reading=reading)
     except (EOFError, zlib.error, lzma.LZMAError) as error:
-        reading.bad(f"{name} is damaged or cut short: {error}", fix=MAKE_AGAIN)
+        reading.bad(f"{name} is damaged or truncated: {error}", fix=MAKE_AGAIN)
 
 
 def file_kind(path: Path) -> tuple[str, str]:
-    """The suffixes of a file for its kind and its compression: a/x.JSONL.gz -> (".jsonl", ".gz")."""
+    """The suffixes for format and compression: a/x.JSONL.gz -> (".jsonl", ".gz")."""
     suffix = path.suffix.lower()
     if suffix in COMPRESSED_SUFFIXES:
         return path.with_suffix("").suffix.lower(), suffix
@@ -62,7 +62,7 @@ def file_kind(path: Path) -> tuple[str, str]:
 
 
 def string_value(value: object, *, where: str, reading: Reading) -> str:
-    """`value` if it is text; otherwise, when errors are skipped, the empty string."""
+    """`value` if it is text; otherwise the empty string if errors are skipped."""
     if not isinstance(value, str):
         shown = "null" if value is None else f"of type {type(value).__name__}"
         reading.bad(
@@ -82,23 +82,23 @@ def string_value(value: object, *, where: str, reading: Reading) -> str:
 
 
 def missing_field(where: str, *, present: list[str], field: str) -> tuple[str, str]:
-    """Problem and fix for rows that lack the field they are to be read from."""
+    """Problem and fix for rows without the requested field."""
     listed = ", ".join(present[:12]) + (", ..." if len(present) > 12 else "")
     return (
         f"{where} has no field {field!r}; it has: {listed or 'none'}",
         f"choose the field with --field {present[0] if len(present) == 1 else 'NAME'}, "
-        "or skip what lacks it with --on_error skip",
+        "or skip rows without it with --on_error skip",
     )
 
 
 class _ZstdFile(io.RawIOBase):
-    """Decompresses zstd frames, and unlike the package's own reader notices that the last one is cut short."""
+    """Decompresses zstd frames, and unlike the package's own reader detects a truncated last frame."""
 
-    # A run of equal blocks compresses 128 KiB to a dozen bytes: little input at a time keeps the output small.
+    # A run of equal blocks compresses 128 KiB to a dozen bytes: small inputs keep the output small.
     _INPUT_BYTES = 256
 
     def __init__(self, compressed: BinaryIO) -> None:
-        import zstandard  # compiled, and needed for nothing else: a machine without it reads all other files
+        import zstandard  # a compiled extension, needed only here: all other files can be read without it
 
         self._zstd = zstandard
         self._compressed = compressed
@@ -115,7 +115,7 @@ class _ZstdFile(io.RawIOBase):
             compressed = compressed or self._compressed.read(self._INPUT_BYTES)
             if not compressed:
                 if self._inside_frame:
-                    raise EOFError("the last zstd frame does not end")
+                    raise EOFError("the last zstd frame is truncated")
                 return 0
             if self._frame.eof:
                 self._frame = self._zstd.ZstdDecompressor().decompressobj()
@@ -199,7 +199,7 @@ def _read_parquet(stream: BinaryIO, *, name: str, reading: Reading, seekable: bo
     except ImportError as error:
         raise MissingExtraError("reading parquet files", extra="datasets") from error
     row = 0
-    with tempfile.TemporaryFile() as seekable_copy:  # parquet is read from its end
+    with tempfile.TemporaryFile() as seekable_copy:  # parquet is read from the end
         if not seekable:
             shutil.copyfileobj(stream, seekable_copy)
         try:

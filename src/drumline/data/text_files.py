@@ -1,7 +1,7 @@
-"""One file of plain text becomes documents, read as a stream: memory stays small whatever the size.
+"""One plain text file becomes documents, streamed: memory stays small whatever the size.
 
-Knows what can be wrong inside a file. JSON, parquet and compressed files are read by `drumline.data.structured_files`,
-which is only imported for those.
+Detects errors inside a file. JSON, parquet and compressed files are handled by `drumline.data.structured_files`,
+imported only when needed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ PART_BYTES = 1 << 20
 STRUCTURED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".zst")
 
-MAKE_AGAIN = "make or download the file again, or skip it with --on_error skip"
+MAKE_AGAIN = "create or download the file again, or skip it with --on_error skip"
 REMOVE_EMPTY = "remove the file, or skip empty files with --on_error skip"
 _REASONS_KEPT = 5
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text that stands on its own, and where it came from, for people."""
+    """A document, and a readable description of where it came from."""
 
     name: str
     """Such as corpus/a.txt, x.jsonl:17 (the line), part.parquet:row 5 or book.txt#3 (the third part)."""
@@ -40,7 +40,7 @@ class Skipped:
 
     count: int = 0
     first: list[str] = dataclasses.field(default_factory=list)
-    """The first few reasons; each names the file and the place in it."""
+    """The first few reasons, each with file and position."""
 
     def add(self, reason: str) -> None:
         self.count += 1
@@ -50,18 +50,18 @@ class Skipped:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How to read: which field, what to do about damage, who follows the progress."""
+    """How to read: which field, how to handle errors, and whom to report progress to."""
 
     field: str = "text"
-    """The field of JSON, parquet and hub rows that holds the text."""
+    """The field of JSON, parquet and Hugging Face rows that contains the text."""
     on_error: OnError = "stop"
-    """"stop" raises a DataError at the first damage; "skip" counts it in `skipped` and reads on after it."""
+    """"stop" raises a DataError at the first error; "skip" counts it in `skipped` and continues after it."""
     skipped: Skipped = dataclasses.field(default_factory=Skipped)
     on_bytes: Callable[[int], None] = lambda _: None
     """Called with the number of bytes newly read from disk; over a source they add up to `source_bytes`."""
 
     def bad(self, problem: str, *, fix: str) -> None:
-        """Something is wrong: stop here, or count it and return so that the reader goes on after it."""
+        """Report an error: raise, or count it and return so that the reader continues after it."""
         if self.on_error == "skip":
             self.skipped.add(problem)
         else:
@@ -69,7 +69,7 @@ class Reading:
 
 
 def read_file(path: Path, *, name: str, reading: Reading) -> Iterator[Document]:
-    """The documents of one file, in order. `name` is what people see; `on_bytes` adds up to the file's size."""
+    """The documents of one file, in order. `name` is shown to users; `on_bytes` adds up to the file's size."""
     size_bytes = reported_bytes = 0
     try:
         size_bytes = path.stat().st_size
@@ -78,14 +78,14 @@ def read_file(path: Path, *, name: str, reading: Reading) -> Iterator[Document]:
             if path.suffix.lower() in STRUCTURED_SUFFIXES + COMPRESSED_SUFFIXES:
                 from drumline.data.structured_files import read_structured as reader
             for document in reader(file, name=name, reading=reading):
-                # The position in the file itself: for a compressed file, compressed bytes.
+                # The position in the file itself: for a compressed file, in compressed bytes.
                 position_bytes = min(max(file.tell(), reported_bytes), size_bytes) if size_bytes else 0  # 0: a pipe
                 reading.on_bytes(position_bytes - reported_bytes)
                 reported_bytes = position_bytes
                 yield document
     except OSError as error:
         reading.bad(f"{name} cannot be read: {error.strerror or error}", fix=MAKE_AGAIN)
-    reading.on_bytes(size_bytes - reported_bytes)  # what was left unread: other columns, or all after the damage
+    reading.on_bytes(size_bytes - reported_bytes)  # the unread rest: other columns, or everything after an error
 
 
 def read_plain(stream: BinaryIO, *, name: str, reading: Reading) -> Iterator[Document]:
@@ -103,19 +103,19 @@ def read_plain(stream: BinaryIO, *, name: str, reading: Reading) -> Iterator[Doc
         if text is not None and (number or text.strip()):
             yield Document(f"{name}#{number}" if number else name, text)
         elif text is not None:
-            reading.bad(f"{name} is empty" + (" but for white space" if text else ""), fix=REMOVE_EMPTY)
+            reading.bad(f"{name} is empty" + (" except for whitespace" if text else ""), fix=REMOVE_EMPTY)
         line += part.count(b"\n")
         offset += len(part)
 
 
 def decoded(data: bytes, *, name: str, line: int, offset: int, reading: Reading) -> str | None:
-    """`data` as text. `line` and `offset` say where in the file it begins."""
+    """Decode `data`. `line` and `offset` are its position in the file."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
         bad_line = line + data.count(b"\n", 0, error.start)
         reading.bad(
             f"{name}:{bad_line}: byte {offset + error.start} of the file (0x{data[error.start]:02x}) is not UTF-8",
-            fix="convert the file (iconv -f ITS_ENCODING -t UTF-8), or skip bad text with --on_error skip",
+            fix="convert the file (iconv -f ITS_ENCODING -t UTF-8), or skip invalid text with --on_error skip",
         )
         return None

@@ -1,7 +1,7 @@
-"""The tokenizer: text to ids and back, exactly. Knows byte-level BPE and tokenizer.json; knows nothing of token files.
+"""The tokenizer: text to ids and back, losslessly. Handles byte-level BPE and tokenizer.json, not token files.
 
-A tokenizer trained here covers all 256 bytes, so every text has ids and `decode(encode(text)) == text`. Text is only
-ever text: a document that spells `<|endoftext|>` becomes ordinary tokens, never the id that ends a document.
+A tokenizer trained here covers all 256 bytes, so every text has ids and `decode(encode(text)) == text`. Text is never
+parsed for special tokens: a document that contains `<|endoftext|>` becomes ordinary tokens.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from drumline.errors import ConfigError, DataError
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
-"""What tokenizers call the token that ends a document, in the order we look for it."""
+"""Names of the end-of-text token in tokenizers, in order of preference."""
 
 SMALLEST_VOCAB = 257
-"""The 256 bytes and the end of text."""
+"""The 256 bytes and the end-of-text token."""
 
 PIECE_CHARS = 1 << 15
-"""About how much of a long text is encoded at once. Pieces use all cores, and need a quarter of the whole's memory."""
+"""Piece size for long texts. Pieces use all cores, and need a quarter of the memory."""
 _BETWEEN_WORDS = re.compile(r"[^\W_](?=[ \n][^\W_])")
-"""A letter or digit, then one space or line end, then a letter or digit. No token goes across: see `_may_cut`."""
+"""A letter or digit, then a space or newline, then a letter or digit. No token spans it: see `_may_cut`."""
 
 
 class Tokenizer:
-    """A tokenizer.json at work. It never changes after it is made, so threads may share it."""
+    """A tokenizer.json in use. Immutable, so threads may share it."""
 
     def __init__(self, serialized: bytes, *, origin: str) -> None:
-        """serialized: the content of a tokenizer.json. origin: where it is from, for errors."""
+        """serialized: the content of a tokenizer.json. origin: its source, for error messages."""
         try:
             inner = tokenizers.Tokenizer.from_str(serialized.decode())
-        except Exception as error:  # the library raises a bare Exception for anything it cannot read
+        except Exception as error:  # the library raises a bare Exception for anything it cannot parse
             raise DataError(
                 f"{origin} is not a tokenizer.json: {error}",
-                fix="give the tokenizer.json of a Hugging Face tokenizer, or leave --tokenizer out to train one",
+                fix="use the tokenizer.json of a Hugging Face tokenizer, or drop --tokenizer to train one",
             ) from error
         if inner.truncation is not None or inner.padding is not None:
-            # Saved with a model's sequence length in it: documents would be cut or padded without a word.
+            # Saved with a model's sequence length: documents would be truncated or padded silently.
             inner.no_truncation()
             inner.no_padding()
             serialized = inner.to_str(pretty=True).encode()
@@ -54,14 +54,14 @@ class Tokenizer:
         self._serialized = serialized
         self._cuts = _may_cut(serialized)
         self.end_of_text = self._find_end_of_text(origin)
-        """The id that follows every document."""
+        """The id that ends every document."""
 
     @classmethod
     def train(cls, texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-        """Learn a vocabulary of at most `vocab_size` ids; the same texts give the same bytes when saved."""
+        """Train a vocabulary of at most `vocab_size` ids; the same texts give the same file."""
         if vocab_size < SMALLEST_VOCAB:
             raise ConfigError(
-                f"a vocabulary of {vocab_size} cannot hold the 256 bytes and {END_OF_TEXT}",
+                f"a vocabulary of {vocab_size} is too small for the 256 bytes and {END_OF_TEXT}",
                 fix=f"give --vocab_size a value of {SMALLEST_VOCAB} or more",
             )
         inner = tokenizers.Tokenizer(models.BPE())
@@ -84,7 +84,7 @@ class Tokenizer:
             serialized = Path(path).read_bytes()
         except OSError as error:
             raise DataError(
-                f"the tokenizer {path} cannot be read: {error.strerror}", fix="give the path of a tokenizer.json"
+                f"the tokenizer {path} cannot be read: {error.strerror}", fix="use the path of a tokenizer.json"
             ) from error
         return cls(serialized, origin=str(path))
 
@@ -93,28 +93,28 @@ class Tokenizer:
         Path(path).write_bytes(self._serialized)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of one text, without an end of text."""
+        """Ids of one text, without an end-of-text token."""
         ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of each text, as `encode` gives them, on all cores and with the GIL released."""
+        """Ids of each text, as from `encode`, on all cores and with the GIL released."""
         pieces = [_pieces(text) if self._cuts else [text] for text in texts]
         encodings = iter(self._inner.encode_batch_fast(list(chain.from_iterable(pieces)), add_special_tokens=False))
         return [list(chain.from_iterable(next(encodings).ids for _ in its_pieces)) for its_pieces in pieces]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of the ids, special tokens spelled out. Bytes that are not UTF-8 become U+FFFD."""
+        """The text of the ids, including special tokens. Invalid UTF-8 becomes U+FFFD."""
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
     @cached_property
     def vocab_size(self) -> int:
-        """The number of ids: one more than the largest, added tokens included."""
+        """Number of ids: one more than the largest, including added tokens."""
         return max(self._inner.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
     def sha256(self) -> str:
-        """Of the file that `save` writes."""
+        """SHA-256 of the file that `save` writes."""
         return hashlib.sha256(self._serialized).hexdigest()
 
     def _find_end_of_text(self, origin: str) -> int:
@@ -123,16 +123,16 @@ class Tokenizer:
             if token_id is not None:
                 return token_id
         raise DataError(
-            f"{origin} has no token that ends a text (looked for {', '.join(ENDS_OF_TEXT)})",
-            fix=f"add {END_OF_TEXT} to it as a special token, or leave --tokenizer out to train one",
+            f"{origin} has no end-of-text token (looked for {', '.join(ENDS_OF_TEXT)})",
+            fix=f"add {END_OF_TEXT} to it as a special token, or drop --tokenizer to train one",
         )
 
 
 def _may_cut(serialized: bytes) -> bool:
-    """Whether a text's ids are those of its pieces, cut between words.
+    """Whether a text may be split between words without changing its ids.
 
-    So it is where the text is taken as it is and GPT-2's pattern parts it before anything else is done: the pattern
-    never joins a letter or digit to white space after it, and how it reads the one does not depend on the other.
+    True if there is no normalizer and GPT-2's pattern is the first pre-tokenizer: the pattern never joins a letter or
+    digit with whitespace after it, and how it matches one does not depend on the other.
     """
     content = json.loads(serialized)
     splitter = content.get("pre_tokenizer") or {}

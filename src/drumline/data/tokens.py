@@ -1,13 +1,13 @@
-"""Token files and their manifest: written once, hashed, memory-mapped ever after. Knows nothing of text.
+"""Token files and their manifest: written once, hashed, then memory-mapped. Independent of text.
 
-A prepared folder holds, for each split (`train`, `valid`):
+A prepared folder contains, for each split (`train`, `valid`):
 
-    train.bin             token ids, little-endian uint16 (uint32 above 65536 ids); an end of text after every document
-    train.documents.bin   little-endian uint64: where each document ends, in tokens
-    train.names.txt       the name of each document, one a line
+        train.bin             token ids, little-endian uint16 (uint32 above 65536 ids); end-of-text after each document
+        train.documents.bin   little-endian uint64: where each document ends, in tokens
+        train.names.txt       the name of each document, one per line
 
-and for all of them tokenizer.json and manifest.json, which is written last: no manifest, no data. What is on disk
-already is opened by `drumline.data.opening`.
+and for all of them tokenizer.json and manifest.json, which is written last: without it, the folder is incomplete.
+Existing folders are opened by `drumline.data.opening`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOKENIZER = "tokenizer.json"
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a manifest says of a file."""
+    """Manifest entry of a file."""
 
     bytes: int
     sha256: str
@@ -40,7 +40,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class SplitRecord:
-    """What a manifest says of a split. text_bytes: UTF-8 bytes of the text, ends of text not counted."""
+    """Manifest entry of a split. text_bytes: UTF-8 bytes of the text, without end-of-text tokens."""
 
     tokens: int
     documents: int
@@ -49,15 +49,15 @@ class SplitRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a prepared folder holds."""
+    """The content of a prepared folder."""
 
     drumline_version: str
     source: str
-    """What the text was, as the user named it."""
+    """The data source, as the user wrote it."""
     source_key: str
-    """Which state of it was read: files with sizes and times, a version, a name."""
+    """The version of the source that was read: files with sizes and times, a version, a name."""
     key: str
-    """A digest of everything that decides the folder's content; equal keys mean equal tokens."""
+    """A digest of everything that determines the content; equal keys mean equal tokens."""
     vocab_size: int
     end_of_text: int
     splits: dict[str, SplitRecord]
@@ -68,7 +68,7 @@ class Manifest:
         return token_dtype(self.vocab_size)
 
     def write(self, folder: Path) -> None:
-        """Write manifest.json and flush it to the disk."""
+        """Write manifest.json and flush it to disk."""
         content = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
@@ -81,18 +81,18 @@ class Manifest:
 
 
 def flushed(path: Path) -> FileRecord:
-    """Flush a finished file to the disk; its record."""
+    """Flush a finished file to disk; returns its manifest entry."""
     flush(path)
     return FileRecord(path.stat().st_size, file_sha256(path))
 
 
 def token_dtype(vocab_size: int) -> str:
-    """The numpy dtype that a token file of this vocabulary has."""
+    """The numpy dtype of token files with this vocabulary."""
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
 def split_files(split: str) -> tuple[str, str, str]:
-    """Names of a split's files: tokens, ends of documents, names of documents."""
+    """Names of a split's files: tokens, document ends, document names."""
     return f"{split}.bin", f"{split}.documents.bin", f"{split}.names.txt"
 
 
@@ -108,7 +108,7 @@ class TokenWriter:
         self.tokens = self.documents = self.text_bytes = 0
 
     def add(self, name: str, ids: npt.ArrayLike, *, text_bytes: int) -> None:
-        """Append a document: its ids (1-D) and an end of text. text_bytes: how long its text is in UTF-8."""
+        """Append a document: its ids (1-D) and an end-of-text token. text_bytes: length of its text in UTF-8."""
         array = np.asarray(ids)
         if array.size and (array.min() < 0 or array.max() >= self._vocab_size):
             raise DataError(
@@ -124,14 +124,14 @@ class TokenWriter:
         names.write(name.replace("\n", " ").replace("\r", " ").encode(errors="backslashreplace") + b"\n")
 
     def close(self) -> tuple[SplitRecord, dict[str, FileRecord]]:
-        """Flush to the disk; what was written, and the record of each file by its name."""
+        """Flush to disk; returns what was written, and the manifest entry of each file by name."""
         for file in self._files:
             file.close()
         files = {path.name: flushed(path) for path in self._paths}
         return SplitRecord(tokens=self.tokens, documents=self.documents, text_bytes=self.text_bytes), files
 
     def abandon(self) -> None:
-        """Close the files without care for what is in them."""
+        """Close the files, ignoring their content."""
         for file in self._files:
             with contextlib.suppress(OSError):  # a full disk: the last buffer cannot be written
                 file.close()
@@ -139,7 +139,7 @@ class TokenWriter:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A split, memory-mapped. None is what another trainer's file does not say."""
+    """A memory-mapped split. None: unknown, in another trainer's file."""
 
     path: Path
     tokens: npt.NDArray[Any]
@@ -150,7 +150,7 @@ class TokenFile:
     tokenizer_path: Path | None = None
     sha256: str | None = None
     document_ends: npt.NDArray[np.uint64] | None = None
-    """(documents,): the position after each document's end of text"""
+    """(documents,): the position after each document's end-of-text token"""
     names_path: Path | None = None
 
     def __len__(self) -> int:
@@ -164,7 +164,7 @@ class TokenFile:
 
 
 def is_tokens(path: str | Path) -> bool:
-    """Whether a path names token data rather than text: a .bin file, or a folder that has train.bin or our manifest."""
+    """Whether a path is token data and not text: a .bin file, or a folder that has train.bin or a manifest."""
     path = Path(path)
     if not path.is_dir():
         return path.suffix == ".bin"
@@ -173,7 +173,7 @@ def is_tokens(path: str | Path) -> bool:
 
 
 def map_split(folder: Path, manifest: Manifest, split: str) -> TokenFile:
-    """A split of a prepared folder, whose files are known to be what the manifest says."""
+    """A split of a prepared folder whose files are known to match the manifest."""
     tokens, ends, names = split_files(split)
     return TokenFile(
         path=folder / tokens,

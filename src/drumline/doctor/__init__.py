@@ -1,8 +1,9 @@
-"""A machine or a cluster -> findings: ok, warning or failed, what was seen, and the line to type.
+"""A machine or a cluster -> findings, each with the command that fixes it.
 
-finding: one of them. checkup: all checks of this machine, or the quick ones before a run (machine, gpus: what it has;
-environment: its variables). hosts/: several hosts check each other: they meet (rendezvous), describe themselves
-(report), probe each other (look) and time collectives; the first judges (judge, alike), and check runs all of it.
+finding: the result of one check: ok, warning or failed. checkup: all checks of this machine, or the quick ones before a
+run (machine, gpus: hardware and system; environment: variables). hosts/: several hosts check each other. They connect
+(rendezvous), describe themselves (report), probe each other (look) and time collectives; the first host judges the
+results (judge, alike). check runs all of it.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Look at this machine as a place to train: all of it in a few seconds, or the quick part before every run."""
+"""Check this machine for training: everything in a few seconds, or the quick checks before every run."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from drumline.doctor.finding import Finding
 from drumline.files import CHECKPOINT_PREFIX, RunFolder
 from drumline.network import find_infiniband, find_interfaces, gloo_address
 
-if TYPE_CHECKING:  # it has torch, and a machine whose torch does not load is to be told so
+if TYPE_CHECKING:  # imports torch, and the doctor must also report a torch that cannot be imported
     from drumline.parallel import Place
 
 _ENDING = frozenset({"GLOO_SOCKET_IFNAME", "MASTER_PORT", "OMP_NUM_THREADS"})
-"""Variables without a right value of which no rank gets to its first step."""
+"""Variables that, with a wrong value, keep every rank from its first step."""
 
 
 def all_findings(folder: Path, environ: Mapping[str, str], *, several_hosts: bool = False) -> list[Finding]:
-    """Everything there is to say of this machine, and of a folder as the place of a run."""
+    """All findings about this machine, and about a folder for runs."""
     limits = machine.read_limits()
     cores, interfaces, ports = machine.read_cores(), find_interfaces(), find_infiniband()
     smis, installed = gpus.read_smi(), gpus.installed_gpus()
@@ -42,7 +42,7 @@ def all_findings(folder: Path, environ: Mapping[str, str], *, several_hosts: boo
         infiniband=sorted({port.device for port in ports}),
         several_hosts=several_hosts,
     )
-    if "RANK" in environ:  # whoever started this rank listens at MASTER_PORT itself
+    if "RANK" in environ:  # the launcher of this rank listens on MASTER_PORT itself
         facts = replace(facts, port_is_free=lambda port: True)
     return [
         machine.check_system(
@@ -70,15 +70,15 @@ def all_findings(folder: Path, environ: Mapping[str, str], *, several_hosts: boo
 
 
 def _torch(environ: Mapping[str, str], smis: list[gpus.Smi], *, installed: int) -> list[Finding]:
-    """torch, and what it computes on; only what is wrong with it where it does not even load."""
+    """torch and its devices; only the import error if torch cannot be imported."""
     try:
         import torch
     except (ImportError, OSError) as error:
         why = " ".join(str(error).split())
-        return [Finding("torch", "failed", f"cannot be loaded: {why}", "pip install --force-reinstall torch")]
+        return [Finding("torch", "failed", f"cannot be imported: {why}", "pip install --force-reinstall torch")]
     cuda = torch.version.cuda
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda and torch.distributed.is_nccl_available() else "none"  # type: ignore[no-untyped-call]
-    on_cpu = gpus.check_cpu_products(gpus.cpu_products())  # first: it forks, which a process that uses a GPU should not
+    on_cpu = gpus.check_cpu_products(gpus.cpu_products())  # first: it forks, which must not happen after CUDA is in use
     trouble = gpus.cuda_trouble() if cuda else ""
     findings = [
         machine.check_torch(str(torch.__version__), cuda=cuda, nccl=nccl),
@@ -87,7 +87,7 @@ def _torch(environ: Mapping[str, str], smis: list[gpus.Smi], *, installed: int) 
         on_cpu,
     ]
     if torch.backends.mps.is_available():
-        findings.append(Finding("MPS", "ok", "Apple's GPU is what --device auto takes"))
+        findings.append(Finding("MPS", "ok", "available; --device auto uses it"))
     return findings
 
 
@@ -102,11 +102,11 @@ def quick_findings(
     several_hosts: bool = False,
     needed_bytes: int = 0,
 ) -> list[Finding]:
-    """What can be told at once; failed is only what no run of this kind survives.
+    """The checks that take no time. Only what would make every run of this kind fail is a failure.
 
-    folder:       where the run will lie; None: another host's business
-    ranks:        processes that will be started here; 0: this one trains
-    needed_bytes: what the run will keep on disk; 0: not known
+    folder:       the run folder; None if another host writes it
+    ranks:        number of ranks to start here; 0 if this process trains itself
+    needed_bytes: disk space that the run will use; 0: unknown
     """
     installed = 0 if device == "cpu" else gpus.installed_gpus()
     facts = Facts(
@@ -116,13 +116,13 @@ def quick_findings(
         infiniband=sorted({port.device for port in find_infiniband()}),
         several_hosts=several_hosts,
         compiles=compiles,
-        resolves=lambda host: True,  # may take its time; who cannot find rank 0 says so
-        port_is_free=lambda port: True,  # the launcher takes another
+        resolves=lambda host: True,  # may be slow; a rank that cannot resolve rank 0's host reports it later
+        port_is_free=lambda port: True,  # the launcher picks another
     )
     findings = [machine.check_open_files(*machine.read_open_files())]
     if folder is not None:
         findings.append(_room(folder, needed_bytes, several_hosts=several_hosts))
-    if ranks > 0:  # without GPUs only snapshots lie there, and whether there is room for those the run itself says
+    if ranks > 0:  # without GPUs, only snapshots use shared memory, and the run itself checks that they fit
         findings += _shared_memory(machine.SHARED_BYTES if installed else 0)
     if device == "cuda":
         findings.append(_cuda(environ, installed))
@@ -143,7 +143,7 @@ def _room(folder: Path, needed_bytes: int, *, several_hosts: bool) -> Finding:
         needed_bytes=max(0, needed_bytes - _held_bytes(folder)),
         what_for="the run's checkpoints will take about",
     )
-    # A run that is there goes on even where nothing can be saved, and only one host of several keeps the folder.
+    # An existing run continues even if it cannot save, and with several hosts only one keeps the run folder.
     survives = several_hosts or RunFolder(folder).lock.exists()
     return replace(finding, state="warning") if finding.state == "failed" and survives else finding
 
@@ -182,10 +182,10 @@ def _shared_memory(needed_bytes: int) -> list[Finding]:
 
 
 def findings_before(config: TrainConfig, place: Place, *, ranks: int) -> list[Finding]:
-    """The quick part for a run that is about to start.
+    """The quick checks for a run that is about to start.
 
-    place: of this process, where a launcher started it
-    ranks: processes to be started here; 0: this one trains
+    place: rank and world size from the launcher
+    ranks: number of ranks to start here; 0 if this process trains itself
     """
     from drumline.optim import checkpoints_bytes
 

@@ -1,4 +1,4 @@
-"""Environment variables that change how torch, NCCL, gloo and drumline behave: what each does, and values that hurt."""
+"""Environment variables that affect torch, NCCL, gloo and drumline: what each does, and which values are harmful."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drumline.doctor.finding import VARIABLE, Finding, State
 from drumline.network import Interface, free_port, is_free, is_loopback
 
 Verdict = tuple[State, str, str]
-"""Whether a value hurts, why, and the line to type against it."""
+"""State, reason, and the command that fixes it."""
 _FINE: Verdict = ("ok", "", "")
 
 _ON_GPUS = ("NCCL_", "TORCH_NCCL_", "CUDA_", "PYTORCH_CUDA_", "NVIDIA_")
@@ -21,84 +21,84 @@ _LONGEST_VALUE = 60
 
 MEANINGS = {
     "CUDA_DEVICE_ORDER": "how GPUs are numbered",
-    "CUDA_LAUNCH_BLOCKING": "wait for every GPU kernel",
+    "CUDA_LAUNCH_BLOCKING": "makes kernel launches synchronous",
     "CUDA_VISIBLE_DEVICES": "the GPUs this process may use",
-    "CUBLAS_WORKSPACE_CONFIG": "cuBLAS's memory; fixed sizes make its results repeatable",
-    "CXX": "the C++ compiler of --compile",
-    "GLOO_SOCKET_IFNAME": "the network interface that ranks on CPUs use",
-    "HF_DATASETS_OFFLINE": "no downloads by datasets",
-    "HF_HOME": "where Hugging Face's downloads are kept",
+    "CUBLAS_WORKSPACE_CONFIG": "cuBLAS workspace; a fixed size makes results reproducible",
+    "CXX": "C++ compiler for --compile",
+    "GLOO_SOCKET_IFNAME": "network interface for gloo",
+    "HF_DATASETS_OFFLINE": "no downloads by the datasets library",
+    "HF_HOME": "cache folder of Hugging Face libraries",
     "HF_HUB_OFFLINE": "no downloads from Hugging Face",
     "HTTP_PROXY": "downloads go through this proxy",
     "HTTPS_PROXY": "downloads go through this proxy",
-    "KMP_AFFINITY": "which cores threads stay on",
-    "LD_LIBRARY_PATH": "libraries found here come before torch's own",
+    "KMP_AFFINITY": "pins OpenMP threads to cores",
+    "LD_LIBRARY_PATH": "libraries found here take precedence over torch's own",
     "LD_PRELOAD": "libraries loaded into every process",
-    "LOCAL_RANK": "set by a launcher: the number of this process on its host",
-    "MASTER_ADDR": "the host where ranks meet",
-    "MASTER_PORT": "the port where ranks meet",
-    "MKL_NUM_THREADS": "threads of MKL, instead of OMP_NUM_THREADS",
-    "NCCL_ALGO": "which algorithm NCCL sums with, instead of the best for each size",
-    "NCCL_BUFFSIZE": "NCCL's buffer per channel",
-    "NCCL_CUMEM_ENABLE": "how NCCL gets its memory",
-    "NCCL_DEBUG": "how much NCCL says",
-    "NCCL_DEBUG_FILE": "where NCCL says it",
-    "NCCL_IB_DISABLE": "NCCL without InfiniBand and RoCE",
-    "NCCL_IB_GID_INDEX": "which address of a RoCE device NCCL uses",
-    "NCCL_IB_HCA": "which InfiniBand devices NCCL uses",
-    "NCCL_MAX_NCHANNELS": "at most so many channels, each with a thread block of its own",
-    "NCCL_MIN_NCHANNELS": "at least so many channels, each with a thread block of its own",
-    "NCCL_NET": "which network plug-in NCCL uses",
-    "NCCL_NET_GDR_LEVEL": "how near a network device must be for GPUs to send from their own memory",
-    "NCCL_NSOCKS_PERTHREAD": "NCCL's TCP connections per thread",
-    "NCCL_P2P_DISABLE": "NCCL without direct copies between GPUs",
-    "NCCL_P2P_LEVEL": "how near GPUs must be to copy directly",
-    "NCCL_PROTO": "which protocol NCCL sends with, instead of the best for each size",
-    "NCCL_SHM_DISABLE": "NCCL without shared memory",
-    "NCCL_SOCKET_IFNAME": "the network interfaces that NCCL uses",
-    "NCCL_SOCKET_NTHREADS": "NCCL's threads per TCP connection",
-    "NO_PROXY": "hosts that are reached without the proxy",
-    "NVIDIA_VISIBLE_DEVICES": "the GPUs that a container is given",
-    "OMP_NUM_THREADS": "threads of each process for work on the CPU",
-    "ONEDNN_MAX_CPU_ISA": "the newest CPU instructions that matrix products use",
-    "PYTHONHASHSEED": "Python's order of sets; drumline's runs do not depend on it",
-    "PYTHONPATH": "modules found here come before those installed",
-    "PYTORCH_ALLOC_CONF": "how torch keeps memory of GPUs",
-    "PYTORCH_CUDA_ALLOC_CONF": "how torch keeps memory of GPUs",
+    "LOCAL_RANK": "set by a launcher: rank on this host",
+    "MASTER_ADDR": "rendezvous host",
+    "MASTER_PORT": "rendezvous port",
+    "MKL_NUM_THREADS": "MKL threads, instead of OMP_NUM_THREADS",
+    "NCCL_ALGO": "forces an NCCL algorithm instead of the best one for each size",
+    "NCCL_BUFFSIZE": "NCCL buffer size per channel",
+    "NCCL_CUMEM_ENABLE": "whether NCCL allocates memory with the cuMem API",
+    "NCCL_DEBUG": "NCCL log level",
+    "NCCL_DEBUG_FILE": "NCCL log file",
+    "NCCL_IB_DISABLE": "disables InfiniBand and RoCE in NCCL",
+    "NCCL_IB_GID_INDEX": "GID index for RoCE",
+    "NCCL_IB_HCA": "InfiniBand devices for NCCL",
+    "NCCL_MAX_NCHANNELS": "maximum number of NCCL channels (thread blocks)",
+    "NCCL_MIN_NCHANNELS": "minimum number of NCCL channels (thread blocks)",
+    "NCCL_NET": "NCCL network plugin",
+    "NCCL_NET_GDR_LEVEL": "how close a NIC must be to a GPU for GPUDirect RDMA",
+    "NCCL_NSOCKS_PERTHREAD": "NCCL sockets per thread",
+    "NCCL_P2P_DISABLE": "disables peer-to-peer copies between GPUs in NCCL",
+    "NCCL_P2P_LEVEL": "how close GPUs must be for peer-to-peer copies",
+    "NCCL_PROTO": "forces an NCCL protocol instead of the best one for each size",
+    "NCCL_SHM_DISABLE": "disables shared memory in NCCL",
+    "NCCL_SOCKET_IFNAME": "network interfaces for NCCL",
+    "NCCL_SOCKET_NTHREADS": "NCCL threads per connection",
+    "NO_PROXY": "hosts that bypass the proxy",
+    "NVIDIA_VISIBLE_DEVICES": "the GPUs that the container can see",
+    "OMP_NUM_THREADS": "CPU threads per process",
+    "ONEDNN_MAX_CPU_ISA": "newest CPU instruction set that oneDNN may use",
+    "PYTHONHASHSEED": "hash seed of Python; does not affect drumline runs",
+    "PYTHONPATH": "modules found here take precedence over installed ones",
+    "PYTORCH_ALLOC_CONF": "configures torch's CUDA memory allocator",
+    "PYTORCH_CUDA_ALLOC_CONF": "configures torch's CUDA memory allocator",
     "RANK": "set by a launcher: this process is one of its ranks",
-    "TOKENIZERS_PARALLELISM": "whether tokenizing takes all cores",
-    "TORCHDYNAMO_DISABLE": "no compilation: --compile has no effect",
-    "TORCHINDUCTOR_CACHE_DIR": "where compiled models are kept",
-    "TORCH_COMPILE_DISABLE": "no compilation: --compile has no effect",
-    "TORCH_CPP_LOG_LEVEL": "how much torch's own parts say",
-    "TORCH_DISTRIBUTED_DEBUG": "what torch checks while ranks talk",
-    "TORCH_LOGS": "how much torch's compiler says",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "what happens to a rank whose NCCL fails",
-    "TORCH_NCCL_BLOCKING_WAIT": "a rank waits for every sum",
-    "WANDB_DISABLED": "no reports to Weights & Biases",
-    "WANDB_MODE": "how runs are reported to Weights & Biases",
+    "TOKENIZERS_PARALLELISM": "whether tokenizers use several threads",
+    "TORCHDYNAMO_DISABLE": "disables torch.compile: --compile has no effect",
+    "TORCHINDUCTOR_CACHE_DIR": "cache folder of torch.compile",
+    "TORCH_COMPILE_DISABLE": "disables torch.compile: --compile has no effect",
+    "TORCH_CPP_LOG_LEVEL": "log level of torch's C++ code",
+    "TORCH_DISTRIBUTED_DEBUG": "debug checks in torch.distributed",
+    "TORCH_LOGS": "log level of torch components",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "what a rank does when NCCL fails",
+    "TORCH_NCCL_BLOCKING_WAIT": "makes collectives block",
+    "WANDB_DISABLED": "disables Weights & Biases",
+    "WANDB_MODE": "Weights & Biases mode",
     "WORLD_SIZE": "set by a launcher: the number of ranks",
 }
 _FAMILIES = {
     "NCCL_": "read by NCCL",
     "GLOO_": "read by gloo",
     "TORCH_NCCL_": "read by torch for NCCL",
-    "ONEDNN_": "read by oneDNN, which computes matrix products on the CPU",
+    "ONEDNN_": "read by oneDNN, which does matmuls on the CPU",
 }
-"""By how the name begins, for those not listed."""
+"""By prefix, for variables not listed."""
 
 _HURTING: dict[str, dict[str, str]] = {
-    "CUDA_LAUNCH_BLOCKING": {"1": "every kernel is waited for, steps take far longer; it is for finding bugs"},
-    "NCCL_P2P_DISABLE": {"1": "GPUs copy through the host's memory, several times slower"},
-    "NCCL_SHM_DISABLE": {"1": "ranks of one host talk over the network interface, several times slower"},
-    "TORCH_DISTRIBUTED_DEBUG": {"DETAIL": "every sum is compared between ranks first, which is slow; it is for bugs"},
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": {"0": "a rank whose peer died waits for ever, and is found only as hung"},
-    "TORCH_NCCL_BLOCKING_WAIT": {"1": "steps wait for every sum instead of computing meanwhile"},
+    "CUDA_LAUNCH_BLOCKING": {"1": "kernel launches are synchronous, which makes steps much slower; only for debugging"},
+    "NCCL_P2P_DISABLE": {"1": "GPUs copy through host memory, several times slower"},
+    "NCCL_SHM_DISABLE": {"1": "ranks on one host communicate over the network, several times slower"},
+    "TORCH_DISTRIBUTED_DEBUG": {"DETAIL": "collectives are checked across ranks, which is slow; only for debugging"},
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": {"0": "a rank whose peer died blocks forever, until it counts as hung"},
+    "TORCH_NCCL_BLOCKING_WAIT": {"1": "collectives block, so communication no longer overlaps with computation"},
 }
-"""Values with which a run works, but badly."""
+"""Values that work, but slowly."""
 _NOT_COMPILING = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 BETWEEN_RANKS = ("GLOO_", "MASTER_", "NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_")
-"""How the names begin of what a process that trains alone does not read."""
+"""Prefixes of variables that a single process does not read."""
 
 
 def _resolves(host: str) -> bool:
@@ -110,23 +110,23 @@ def _resolves(host: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What values are judged by."""
+    """What the values are judged against."""
 
     interfaces: Sequence[Interface]
     cores: int
     gpus: int | None
-    """In the machine, whoever may use them; None: not known."""
+    """In the machine, visible or not; None: unknown."""
     infiniband: Sequence[str] = ()
-    """The names of the devices for InfiniBand and RoCE."""
+    """Names of the InfiniBand and RoCE devices."""
     several_hosts: bool = False
     compiles: bool = True
-    """Whether a run is to compile, or may."""
+    """Whether the run uses, or may use, torch.compile."""
     resolves: Callable[[str], bool] = _resolves
     port_is_free: Callable[[int], bool] = is_free
 
 
 def check_variables(environ: Mapping[str, str], facts: Facts) -> list[Finding]:
-    """A finding for each variable that is set and matters, by name."""
+    """A finding for each relevant variable that is set, sorted by name."""
     findings = []
     for name, value in sorted(environ.items()):
         meaning = _meaning(name)
@@ -134,7 +134,7 @@ def check_variables(environ: Mapping[str, str], facts: Facts) -> list[Finding]:
             continue
         idle = facts.gpus == 0 and name.startswith(_ON_GPUS)
         state, why, fix = _FINE if idle else _judge(name, value, facts)
-        what = f"{_shown(name, value)}: {why or meaning}{', of no effect without a GPU' if idle else ''}"
+        what = f"{_shown(name, value)}: {why or meaning}{', no effect without a GPU' if idle else ''}"
         findings.append(Finding(name, state, what, fix, code=VARIABLE))
     return findings
 
@@ -145,19 +145,19 @@ def _meaning(name: str) -> str | None:
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable of this name is likely to hold what nobody should read."""
+    """Whether a variable of this name probably contains a secret."""
     return _SECRET.search(name) is not None
 
 
 def masked(name: str, value: str) -> str:
-    """A value without what others should not see: all of a secret, and the user and password of a proxy."""
+    """A value that is safe to print: secrets are hidden, and so are the user and password of a proxy."""
     return "***" if is_secret(name) else _PROXY_USER.sub("//***@", value)
 
 
 def _shown(name: str, value: str) -> str:
-    """The value, without what others should not see."""
+    """The value, safe to print."""
     if is_secret(name):
-        return "is set, its value not shown"
+        return "is set (value hidden)"
     value = "".join(letter if letter.isprintable() else "?" for letter in masked(name, value))
     return (
         f"is {value if len(value) <= _LONGEST_VALUE else value[: _LONGEST_VALUE - 3] + '...'}" if value else "is empty"
@@ -176,7 +176,7 @@ def _judge(name: str, value: str, facts: Facts) -> Verdict:
 
 def _interfaces_rule(name: str) -> Callable[[str, Facts], Verdict]:
     def judge(value: str, facts: Facts) -> Verdict:
-        if not value or value.startswith("^"):  # NCCL: all but these
+        if not value or value.startswith("^"):  # NCCL: all except these
             return _FINE
         wanted = tuple(value.lstrip("=").split(","))
         exact = name.startswith("GLOO") or value.startswith("=")
@@ -193,7 +193,7 @@ def _interfaces_rule(name: str) -> Callable[[str, Facts], Verdict]:
         if not any(interface.addresses for interface in named):
             return "failed", "this network interface has no address", f"export {name}={best}"
         if facts.several_hosts and all(interface.is_loopback for interface in named):
-            return "warning", "no other host can be reached through loopback", f"export {name}={best}"
+            return "warning", "other hosts cannot be reached through loopback", f"export {name}={best}"
         return _FINE
 
     return judge
@@ -219,7 +219,7 @@ def _threads_rule(name: str) -> Callable[[str, Facts], Verdict]:
         if not first.isdigit() or int(first) < 1:
             return "failed", "not a number of threads", f"unset {name}"
         if int(first) > facts.cores:
-            why = f"more threads than the {facts.cores} cores, which slows each of them"
+            why = f"more threads than the {facts.cores} cores, which slows them down"
             return "warning", why, f"export {name}={facts.cores}"
         return _FINE
 
@@ -229,7 +229,7 @@ def _threads_rule(name: str) -> Callable[[str, Facts], Verdict]:
 def _address_rule(value: str, facts: Facts) -> Verdict:
     if not facts.resolves(value):
         fix = "export MASTER_ADDR=ADDRESS_OF_RANK_0" if facts.several_hosts else "unset MASTER_ADDR"
-        return "failed", "this name has no address", fix
+        return "failed", "this name does not resolve", fix
     if facts.several_hosts and is_loopback(value):
         return "warning", "each host would wait for itself", "export MASTER_ADDR=ADDRESS_OF_RANK_0"
     return _FINE
@@ -245,26 +245,26 @@ def _port_rule(value: str, facts: Facts) -> Verdict:
 
 def _debug_rule(value: str, facts: Facts) -> Verdict:
     if value.upper() in ("INFO", "TRACE"):
-        return "warning", "NCCL writes many lines from every rank", "unset NCCL_DEBUG"
+        return "warning", "NCCL logs many lines on every rank", "unset NCCL_DEBUG"
     return _FINE
 
 
 def _no_infiniband_rule(value: str, facts: Facts) -> Verdict:
     if value == "1" and facts.infiniband:
-        why = f"NCCL leaves {', '.join(facts.infiniband)} alone and goes over TCP, many times slower between hosts"
+        why = f"NCCL ignores {', '.join(facts.infiniband)} and uses TCP, many times slower between hosts"
         return "warning", why, "unset NCCL_IB_DISABLE"
     return _FINE
 
 
 def _infiniband_rule(value: str, facts: Facts) -> Verdict:
-    if not value or value.startswith("^"):  # all but these
+    if not value or value.startswith("^"):  # all except these
         return _FINE
     wanted = tuple(entry.split(":")[0] for entry in value.lstrip("=").split(",") if entry)
     exact = value.startswith("=")
     if any(device in wanted or (not exact and device.startswith(wanted)) for device in facts.infiniband):
         return _FINE
     there = f"has no such InfiniBand device (it has {', '.join(facts.infiniband)})"
-    why = f"this machine {there if facts.infiniband else 'has no InfiniBand'}: NCCL goes over TCP"
+    why = f"this machine {there if facts.infiniband else 'has no InfiniBand'}: NCCL uses TCP"
     return "warning", why, "unset NCCL_IB_HCA"
 
 

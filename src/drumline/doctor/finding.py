@@ -1,4 +1,4 @@
-"""What a check of a machine or a network found, in one line, with what to type against it."""
+"""The result of one check of a machine or a network, in one line, with the command that fixes it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 State = Literal["ok", "warning", "failed"]
 UNWRITABLE = "unwritable"
-"""The run folder, or the folder that it would lie in, cannot be written."""
+"""The run folder, or its parent folder, is not writable."""
 VARIABLE = "variable"
-"""An environment variable, whose name is the check."""
+"""An environment variable; its name is the check."""
 _GRAVITY: tuple[State, ...] = ("ok", "warning", "failed")
 
 
@@ -19,20 +19,20 @@ class Finding:
     """One check and its outcome."""
 
     check: str
-    """What was looked at, in a word or two: "disk", "port 29500"."""
+    """What was checked, in a word or two: "disk", "port 29500"."""
     state: State
     what: str
     """What was found, with the numbers, in one line."""
     fix: str = ""
-    """The exact line to type; for anything that is not ok."""
+    """The exact command to type; for anything that is not ok."""
     host: str = ""
-    """The host that it is about and where the fix is typed; empty: the machine that was asked."""
+    """The host that this is about, where to run the fix; empty: this machine."""
     code: str = ""
-    """UNWRITABLE or VARIABLE, for programs, which must not depend on words; empty: none of these."""
+    """UNWRITABLE or VARIABLE, for programs, which must not parse messages; empty: neither."""
 
     @property
     def sentence(self) -> str:
-        """The check and what was found; of a variable the check is the subject: "MASTER_PORT is ..."."""
+        """The check and what was found. For a variable, its name is the subject: "MASTER_PORT is ..."."""
         return f"{self.check}{' ' if self.code == VARIABLE else ': '}{self.what}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -40,5 +40,5 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> State:
-    """The gravest state among them."""
+    """The worst state among the findings."""
     return max((finding.state for finding in findings), key=_GRAVITY.index, default="ok")

@@ -1,7 +1,7 @@
-"""What computes here: the state of each GPU, and whether matrix products come out right, on GPUs and on the CPU.
+"""The state of each GPU, and whether matmuls give correct results on GPUs and on the CPU.
 
-A product is checked with whole numbers whose result is known and exact in the number format, in whatever order it is
-summed: any element that differs is wrong.
+Matmuls are checked with integers whose exact result is known and representable in the dtype, whatever the order of
+summation: any element that differs is wrong.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from drumline.doctor.finding import Finding, State
 from drumline.doctor.machine import as_root, in_container
 from drumline.elastic import die_with_parent
 
-if TYPE_CHECKING:  # a machine whose torch does not load is to be told so
+if TYPE_CHECKING:  # the doctor must also report a torch that cannot be imported
     import torch
 
     Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -36,14 +36,14 @@ _SMI_TIMEOUT_S = 5.0
 _PRODUCTS_TIMEOUT_S = 10.0
 _HOT_C = 87
 _INNER = 1024
-"""Terms of each sum: the largest is then just below 2^24, up to which float32 counts without a gap."""
+"""Terms per dot product: the largest is just below 2^24, up to which float32 represents all integers."""
 _LARGEST = {"float32": 127, "bfloat16": 15}
 """Factors up to this are exact, and so is 1024 times the product of two of them."""
 _SIZES = {"cpu": 512, "cuda": 4096}
 _ROUNDS = 3
 
-# clocks_throttle_reasons.active, as NVML defines its bits; the others are idleness, limits that were asked for, and the
-# power cap, which every busy GPU meets.
+# Bits of clocks_throttle_reasons.active, as in NVML; the others are idle, user-set limits, and the power cap, which
+# every busy GPU reaches.
 _SLOWDOWNS = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "the power supply"}
 _FIELDS = (
     "uuid temperature.gpu ecc.errors.uncorrected.volatile.total driver_version power.limit "
@@ -53,7 +53,7 @@ _FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Smi:
-    """What nvidia-smi says of one GPU; None where it cannot be read."""
+    """What nvidia-smi reports about one GPU; None if unknown."""
 
     uuid: str
     temperature_c: int | None = None
@@ -61,15 +61,15 @@ class Smi:
     driver: str = ""
     power_limit_w: float | None = None
     slowdown: str = ""
-    """Why its clock is held down; empty: it is not."""
+    """Why its clock is throttled; empty: it is not."""
 
 
 def read_smi() -> list[Smi]:
-    """What nvidia-smi says of every GPU in the machine, whatever CUDA_VISIBLE_DEVICES says; none without it."""
+    """What nvidia-smi reports about every GPU in the machine, regardless of CUDA_VISIBLE_DEVICES."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    for fields in (_FIELDS, _FIELDS[:-1]):  # one field that a driver does not know spoils the answer
+    for fields in (_FIELDS, _FIELDS[:-1]):  # one field that the driver does not know fails the whole query
         command = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
         try:
             answer = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
@@ -94,7 +94,7 @@ def _parsed(line: str) -> Smi:
 
 
 def installed_gpus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
-    """NVIDIA's GPUs in this machine, whether or not a driver knows them. Takes no time."""
+    """Number of NVIDIA GPUs in this machine, with or without a driver. Takes no time."""
     gpus = 0
     for device in pci.glob("*"):
         try:
@@ -106,7 +106,7 @@ def installed_gpus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
 
 
 def cuda_trouble() -> str:
-    """Why torch finds no GPU, in the words of CUDA; empty if it finds one."""
+    """Why torch finds no GPU, in CUDA's words; empty if it finds one."""
     import torch
 
     with warnings.catch_warnings():
@@ -125,10 +125,10 @@ def check_cuda(
 ) -> Finding:
     """Whether torch can use the machine's GPUs.
 
-    built_for: the CUDA that this build of torch is for; None: a build without
-    trouble:   why torch finds no GPU; empty if it finds some
-    installed: GPUs in the machine
-    needed:    whether a run is to use them
+    built_for: CUDA version of this torch build; None: a CPU build
+    trouble:   why torch finds no GPU; empty if it finds one
+    installed: number of GPUs in the machine
+    needed:    whether the run needs a GPU
     """
     if built_for is not None and not trouble:
         return Finding("CUDA", "ok", f"torch is built for CUDA {built_for}")
@@ -141,9 +141,9 @@ def check_cuda(
 
 
 def _no_gpu(built_for: str | None, trouble: str, installed: int, visible: str | None) -> tuple[str, str, bool]:
-    """Why torch cannot use a GPU, the line to type, and whether it is surely not meant so."""
+    """Why torch cannot use a GPU, the fix, and whether it is certainly unintended."""
     if not installed:
-        return trouble or "it is built without CUDA, and no GPU is here", "drumline train --device cpu", False
+        return trouble or "it is built without CUDA, and there is no GPU", "drumline train --device cpu", False
     if built_for is None:
         return "it is built without CUDA", "pip install --force-reinstall torch", False
     if visible is not None and visible.strip() in ("", "-1"):
@@ -158,28 +158,28 @@ def _no_gpu(built_for: str | None, trouble: str, installed: int, visible: str | 
 def check_gpu(
     index: int, name: str, *, total_bytes: int, free_bytes: int, smi: Smi | None, wrong: Mapping[str, int], without: str
 ) -> Finding:
-    """One GPU in one line: the gravest thing there is to say of it, or that all is well.
+    """The most serious problem of one GPU, or that it is fine.
 
-    index:   as torch counts, which nvidia-smi does not
-    wrong:   wrong elements of the products checked, by number format
-    without: the value of CUDA_VISIBLE_DEVICES that leaves this GPU out
+    index:   torch's number, which differs from nvidia-smi's
+    wrong:   number of wrong matmul elements, by dtype
+    without: the value of CUDA_VISIBLE_DEVICES that excludes this GPU
     """
     check, smi = f"GPU {index}", smi or Smi(uuid="")
     out = f"export CUDA_VISIBLE_DEVICES={without}"
     for dtype, elements in wrong.items():
         if elements:
-            of = f"{elements:,} of {_ROUNDS * _SIZES['cuda'] ** 2:,} elements of a {dtype} product"
-            return Finding(check, "failed", f"{name} computes wrong results: {of}; take it out", out)
+            of = f"{elements:,} of {_ROUNDS * _SIZES['cuda'] ** 2:,} elements of a {dtype} matmul"
+            return Finding(check, "failed", f"{name} computes wrong results: {of}; exclude it", out)
     if smi.ecc_errors:
-        what = f"{name} has had {smi.ecc_errors:,} memory errors that ECC could not correct since it was last reset"
+        what = f"{name} has had {smi.ecc_errors:,} uncorrectable ECC memory errors since its last reset"
         return Finding(check, "warning", what, f"sudo nvidia-smi --gpu-reset -i GPU-{smi.uuid}")
     if smi.slowdown or (smi.temperature_c or 0) >= _HOT_C:
         at = "" if smi.temperature_c is None else f" at {smi.temperature_c} °C"
-        what = f"{name} is slowed down by {smi.slowdown or 'heat'}{at}"
+        what = f"{name} is throttled by {smi.slowdown or 'heat'}{at}"
         return Finding(check, "warning", what, f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i GPU-{smi.uuid}")
     if free_bytes < total_bytes // 2:
         taken = f"{(total_bytes - free_bytes) / _GIB:.0f} of {total_bytes / _GIB:.0f} GiB"
-        what = f"{name}: {taken} of its memory are taken by other processes"
+        what = f"{name}: {taken} of its memory are used by other processes"
         return Finding(
             check, "warning", what, "nvidia-smi --query-compute-apps=gpu_uuid,pid,name,used_memory --format=csv"
         )
@@ -189,13 +189,13 @@ def check_gpu(
         "no ECC errors" if smi.ecc_errors == 0 else "",
         f"{smi.power_limit_w:.0f} W" if smi.power_limit_w else "",
         f"driver {smi.driver}" if smi.driver else "",
-        f"{' and '.join(wrong)} products right" if wrong else "",
+        f"{' and '.join(wrong)} matmuls correct" if wrong else "",
     ]
     return Finding(check, "ok", ", ".join(fact for fact in facts if fact))
 
 
 def look_at_gpus(environ: Mapping[str, str], smis: Sequence[Smi]) -> list[Finding]:
-    """Every GPU that torch may use, each made to compute."""
+    """Check every visible GPU, with a matmul on each."""
     import torch
 
     findings = []
@@ -209,9 +209,9 @@ def look_at_gpus(environ: Mapping[str, str], smis: Sequence[Smi]) -> list[Findin
         smi = next((each for each in smis if each.uuid == uuid), None)
         try:
             free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-            roomy = free_bytes > _GIB  # on one that is full a product would fail for no fault of its own
+            roomy = free_bytes > _GIB  # on a full GPU a matmul would fail through no fault of its own
             wrong = {dtype: wrong_elements(device, dtype) for dtype in _LARGEST if roomy}
-        except RuntimeError as error:  # a GPU that does not even answer
+        except RuntimeError as error:  # a GPU that does not respond at all
             what = f"{facts.name} fails: {' '.join(str(error).split())[:200]}"
             left = ",".join(names[:index] + names[index + 1 :])
             findings.append(Finding(f"GPU {index}", "failed", what, f"export CUDA_VISIBLE_DEVICES={left}"))
@@ -231,10 +231,10 @@ def look_at_gpus(environ: Mapping[str, str], smis: Sequence[Smi]) -> list[Findin
 
 
 def wrong_elements(device: torch.device, dtype: str, *, rounds: int = _ROUNDS, multiply: Multiply | None = None) -> int:
-    """Wrong elements in products of known result.
+    """Number of wrong elements in matmuls with a known result.
 
     Row i of the left factor is a_i times random signs, column j of the right one b_j times the same signs: the result
-    is _INNER a_i b_j, and every partial sum is a whole number on the way there.
+    is _INNER a_i b_j, and every partial sum is an integer.
     """
     import torch
 
@@ -242,7 +242,7 @@ def wrong_elements(device: torch.device, dtype: str, *, rounds: int = _ROUNDS, m
     random = torch.Generator().manual_seed(0)
     settings = torch.backends.cuda.matmul
     before = settings.allow_bf16_reduced_precision_reduction
-    settings.allow_bf16_reduced_precision_reduction = False  # it rounds partial sums
+    settings.allow_bf16_reduced_precision_reduction = False  # would round partial sums
     try:
         wrong = 0
         for _ in range(rounds):
@@ -258,14 +258,14 @@ def wrong_elements(device: torch.device, dtype: str, *, rounds: int = _ROUNDS, m
 
 
 def cpu_products() -> dict[str, Any]:
-    """Wrong elements and seconds of products on the CPU, by number format, as a process of its own finds them.
+    """Wrong elements and seconds of matmuls on the CPU, by dtype, measured in a child process.
 
-    Its own, since a CPU that announces instructions it does not have kills whoever computes with them. "ended" is then
-    the signal's name; a format that is missing is the one that it died of.
+    In a child, because a CPU that advertises instructions it lacks kills the process using them. "ended" is then the
+    signal's name, and the missing dtype is the one that was killed.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the child starts no thread, nor waits for one of ours
+        warnings.simplefilter("ignore", DeprecationWarning)  # the child uses no threads and waits for none
         child = os.fork()
     if child == 0:
         _compute_and_leave(writing)
@@ -289,15 +289,15 @@ def cpu_products() -> dict[str, Any]:
 
 
 def _compute_and_leave(writing: int) -> None:
-    """What the child does. Never returns."""
+    """Run in the child. Never returns."""
     try:
         die_with_parent()
-        faulthandler.disable()  # to die is among what may happen, and no news to anybody
+        faulthandler.disable()  # a crash is an expected outcome, not worth a traceback
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         import torch
 
-        torch.set_num_threads(1)  # a pool of threads does not outlive a fork
+        torch.set_num_threads(1)  # thread pools do not survive a fork
         took_s: list[float] = []
 
         def timed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -308,34 +308,34 @@ def _compute_and_leave(writing: int) -> None:
 
         for dtype in _LARGEST:
             wrong = wrong_elements(torch.device("cpu"), dtype, rounds=2, multiply=timed)
-            # The second time: at the first use this and that is set up.
+            # Time the second call: the first includes setup.
             os.write(writing, json.dumps({dtype: [wrong, took_s[-1]]}).encode() + b"\n")
     finally:
         os._exit(0)
 
 
 def check_cpu_products(products: Mapping[str, Any], *, needed: bool = False) -> Finding:
-    """What `cpu_products` products, judged.
+    """Judge the result of `cpu_products`.
 
-    needed: whether a run is to compute in bfloat16
+    needed: whether the run uses bfloat16
     """
     check = "CPU products"
     for dtype in _LARGEST:
         if dtype not in products and products.get("ended") in ("SIGILL", "SIGSEGV", "SIGTRAP"):
             what = (
-                f"{dtype} dies of {products['ended']}: this CPU announces instructions (AMX) that it does not carry out"
+                f"{dtype} dies of {products['ended']}: this CPU advertises instructions (AMX) that it does not execute"
             )
-            what += "; float32, which --dtype auto takes, works" if "float32" in products else ""
+            what += "; float32, the default of --dtype auto, works" if "float32" in products else ""
             return Finding(check, "failed" if needed else "warning", what, "export ONEDNN_MAX_CPU_ISA=AVX512_CORE")
         if dtype not in products:
-            what = f"a {dtype} product took more than {_PRODUCTS_TIMEOUT_S:.0f} s or failed"
+            what = f"a {dtype} matmul failed or took more than {_PRODUCTS_TIMEOUT_S:.0f} s"
             return Finding(check, "warning", what, "drumline train --dtype float32")
         if wrong := products[dtype][0]:
             what = f"the CPU computes wrong results: {wrong:,} of {2 * _SIZES['cpu'] ** 2:,} elements in {dtype}"
             return Finding(check, "failed", what, "sudo dmesg | grep -i mce")
     ratio = products["float32"][1] / products["bfloat16"][1]
     if ratio > 1:
-        speed = f"bfloat16 {ratio:.1f}x as fast as float32: --dtype bfloat16 uses it, auto takes float32 on a CPU"
+        speed = f"bfloat16 is {ratio:.1f}x as fast as float32: try --dtype bfloat16 (auto uses float32 on a CPU)"
     else:
-        speed = f"bfloat16 {1 / ratio:.0f}x slower than float32, which --dtype auto takes"
-    return Finding(check, "ok", f"right; {speed}")
+        speed = f"bfloat16 is {1 / ratio:.0f}x slower than float32, which --dtype auto uses"
+    return Finding(check, "ok", f"correct; {speed}")

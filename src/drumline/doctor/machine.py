@@ -1,7 +1,7 @@
-"""What this machine is like apart from its GPUs: each check is given what was measured, and judges it.
+"""Checks of this machine apart from its GPUs.
 
-The functions named read_* and measure_* look at the machine; those named check_* judge what they are given, so they can
-be asked about a machine that is not there.
+read_* and measure_* functions look at the machine; check_* functions judge what they are given, so that tests can
+describe any machine.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ _MIB = 1 << 20
 TORCH_FLOOR = (2, 11)
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_BYTES = _GIB
-"""What should be free there for snapshots and for NCCL, which takes megabytes for each pair of GPUs; Docker's default
-are 64 MiB."""
+"""Free space needed for snapshots and for NCCL, which takes megabytes per pair of GPUs; Docker's default is 64 MiB."""
 _OPEN_FILES = 1024
 _RELEASED_S = 1_767_225_600.0
-"""The beginning of 2026: no right clock shows less."""
+"""The beginning of 2026: an earlier clock is wrong."""
 _STA_UNSYNC = 0x40
 _SLOW_BYTES_PER_S = 30e6
 EXAMPLE_CHECKPOINT_BYTES = 1_500_000_000
-"""Of GPT-2 124M: weights and AdamW's two moments."""
+"""Of GPT-2 124M: weights and both moments of AdamW."""
 _SAMPLE_BYTES = 64 * _MIB
 _LONGEST_WRITE_S = 3.0
 _NO_LIMIT = 1 << 60
@@ -72,22 +71,22 @@ def _install(package: str) -> str:
 def check_system(
     *, cores: int, allowed_cores: float, threads: int | None, memory_bytes: int, limit_bytes: int
 ) -> Finding:
-    """The machine in a line.
+    """The machine in one line.
 
-    allowed_cores: what a container's limit or an affinity leaves of them
-    threads:       OMP_NUM_THREADS, None where it is not set
-    limit_bytes:   a container's limit of memory
+    allowed_cores: cores within the container's limit and CPU affinity
+    threads:       OMP_NUM_THREADS, None if it is not set
+    limit_bytes:   memory limit of the container
     """
     what = (
         f"{socket.gethostname()}: {platform.system()} {platform.release().split('-')[0]}, {_of(allowed_cores, cores)}"
     )
     limited = (
-        f" of the machine's {memory_bytes / _GIB:.0f}, a limit of its container" if limit_bytes < memory_bytes else ""
+        f" of the machine's {memory_bytes / _GIB:.0f}, limited by its container" if limit_bytes < memory_bytes else ""
     )
     what += f", {min(memory_bytes, limit_bytes) / _GIB:.1f} GiB of memory{limited}"
     most = max(1, int(allowed_cores))
     if most < cores and (threads or cores) > most:
-        what += f"; torch would start {threads or cores} threads, which then wait for each other"
+        what += f"; torch would start {threads or cores} threads, more than it can run"
         return Finding("system", "warning", what, f"export OMP_NUM_THREADS={most}")
     return Finding("system", "ok", what)
 
@@ -97,14 +96,14 @@ def _of(allowed: float, cores: int) -> str:
 
 
 def read_limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> tuple[float, int]:
-    """The cores and the bytes of memory that this process's control groups, and those above them, leave it."""
+    """Cores and bytes of memory that this process's cgroups allow."""
     cores, memory_bytes = float("inf"), _NO_LIMIT
     try:
         groups = [line.split(":", 2)[1:] for line in proc.read_text().splitlines()]
     except OSError:
         return cores, memory_bytes
     for controllers, name in groups:
-        base = root / controllers if controllers else root  # the second is cgroup v2
+        base = root / controllers if controllers else root  # the latter is cgroup v2
         path = base / name.lstrip("/")
         for folder in (path, *(above for above in path.parents if above.is_relative_to(base))):
             quota, _, period = _read(folder / "cpu.max").partition(" ")
@@ -125,7 +124,7 @@ def _read(path: Path) -> str:
 
 
 def read_cores() -> int:
-    """The cores that this process may run on."""
+    """Number of cores in this process's CPU affinity."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count() or 1
 
 
@@ -139,10 +138,10 @@ def check_torch(version: str, *, cuda: str | None, nccl: str) -> Finding:
 
 
 def check_compiler(path: str | None, version: str = "", *, wanted: str | None, needed: bool = False) -> Finding:
-    """Whether torch finds a compiler.
+    """Whether torch.compile finds a compiler.
 
-    wanted: CXX, where the user chooses another than g++
-    needed: whether a run is to compile
+    wanted: CXX, if the user chose another compiler than g++
+    needed: whether the run uses torch.compile
     """
     if path is None:
         fix = "xcode-select --install" if sys.platform == "darwin" else _install("g++")
@@ -153,7 +152,7 @@ def check_compiler(path: str | None, version: str = "", *, wanted: str | None, n
 
 
 def find_compiler(wanted: str | None) -> str | None:
-    """As torch.compile looks for it."""
+    """Look for a compiler the way torch.compile does."""
     return shutil.which(wanted or ("clang++" if sys.platform == "darwin" else "g++"))
 
 
@@ -169,14 +168,14 @@ def read_compiler(path: str | None) -> str:
 
 
 def check_shared_memory(total_bytes: int | None, free_bytes: int, *, needed_bytes: int) -> Finding:
-    """total_bytes: None where there is none"""
+    """total_bytes: None if it does not exist"""
     check, fix = str(SHARED_MEMORY), as_root("mount -o remount,size=8G /dev/shm")
     if in_container():
         fix = "docker run --shm-size=8g ..."
     if total_bytes is None:
-        return Finding(check, "warning", "not there: no snapshots in memory, and NCCL fails on one host", fix)
+        return Finding(check, "warning", "does not exist: no in-memory snapshots, and NCCL fails on one host", fix)
     if free_bytes < needed_bytes:
-        what = f"{count(free_bytes)}B of {count(total_bytes)}B are free: NCCL and snapshots in memory need more"
+        what = f"{count(free_bytes)}B of {count(total_bytes)}B are free: NCCL and in-memory snapshots need more"
         return Finding(check, "warning", what, fix if total_bytes < needed_bytes else f"du -sh {SHARED_MEMORY}/*")
     return Finding(check, "ok", f"{count(free_bytes)}B of {count(total_bytes)}B free")
 
@@ -191,24 +190,24 @@ def read_shared_memory() -> tuple[int | None, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The disk that a folder lies on, or would."""
+    """The disk of a folder that may not exist yet."""
 
     folder: Path
     existing: Path
-    """The folder itself, or the nearest above it that is there."""
+    """The folder itself, or its nearest existing parent."""
     error: OSError | None = None
-    """Why nothing can be written there."""
+    """Why it is not writable."""
     free_bytes: int = 0
     bytes_per_s: float | None = None
     """None: not measured."""
     kind: str = ""
     """The file system."""
     roomier: Path | None = None
-    """A place with more room."""
+    """A place with more space."""
 
 
 def measure_disk(folder: Path, *, speed: bool) -> Disk:
-    """speed: write a sample and flush it, which takes a moment; else only find out whether something can be written"""
+    """speed: write and flush a sample, which takes a moment; otherwise only check that the folder is writable"""
     folder = folder.absolute()
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     kind, roomier = _file_systems(existing)
@@ -222,19 +221,19 @@ def measure_disk(folder: Path, *, speed: bool) -> Disk:
 
 
 def _write_speed(descriptor: int, size_bytes: int) -> float | None:
-    """Bytes per second to the disk itself; None if there is no room to measure it."""
-    block, written = os.urandom(_MIB), 0  # nothing that a file system could make smaller
+    """Write speed of the disk itself in bytes per second; None if there is no space to measure it."""
+    block, written = os.urandom(_MIB), 0  # not compressible
     began = time.perf_counter()
     while written < size_bytes and time.perf_counter() - began < _LONGEST_WRITE_S:
         written += os.write(descriptor, block)
         if written % (8 * _MIB) == 0:
-            os.fsync(descriptor)  # else a slow disk takes all at once, and then its time
+            os.fsync(descriptor)  # otherwise only the page cache is measured
     os.fsync(descriptor)
     return written / (time.perf_counter() - began) if written else None
 
 
 def _file_systems(folder: Path) -> tuple[str, Path | None]:
-    """The kind of file system of a folder, and where there is ten times as much room."""
+    """The type of file system of a folder, and a place with ten times as much space."""
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     own = next((mounts[path] for path in (folder, *folder.parents) if path in mounts), "")
     try:
@@ -249,10 +248,10 @@ def _file_systems(folder: Path) -> tuple[str, Path | None]:
 
 
 def check_disk(disk: Disk, *, needed_bytes: int = 0, what_for: str = "") -> Finding:
-    """needed_bytes: what a run will keep there, as `what_for` says it"""
+    """needed_bytes: disk space that the run will use, described by `what_for`"""
     where, other = disk.folder, f"--run_dir {_quoted((disk.roomier or Path.home()) / 'runs' / 'NAME')}"
     if disk.error is not None:
-        what = f"{where} cannot be written ({disk.error.strerror})"
+        what = f"{where} is not writable ({disk.error.strerror})"
         return Finding("disk", "failed", what, _writable(disk, other), code=UNWRITABLE)
     speed = "" if disk.bytes_per_s is None else f", writes {count(disk.bytes_per_s)}B/s"
     what = f"{where}{f' on {disk.kind}' if disk.kind else ''}: {count(disk.free_bytes)}B free{speed}"
@@ -261,7 +260,7 @@ def check_disk(disk: Disk, *, needed_bytes: int = 0, what_for: str = "") -> Find
         return Finding("disk", "warning", f"{what}; {what_for} {count(needed_bytes)}B", fix)
     if disk.bytes_per_s is not None and disk.kind in ("tmpfs", "ramfs"):
         return Finding(
-            "disk", "warning", f"{what}; it is memory, and lost with the next restart", f"drumline train {other}"
+            "disk", "warning", f"{what}; it is in memory, and lost at the next reboot", f"drumline train {other}"
         )
     if disk.bytes_per_s is not None and disk.bytes_per_s < _SLOW_BYTES_PER_S:
         took_s = EXAMPLE_CHECKPOINT_BYTES / disk.bytes_per_s
@@ -272,7 +271,7 @@ def check_disk(disk: Disk, *, needed_bytes: int = 0, what_for: str = "") -> Find
 
 def _writable(disk: Disk, other: str) -> str:
     path = disk.existing
-    if isinstance(disk.error, PermissionError):  # the run's folder alone: what lies above it is others'
+    if isinstance(disk.error, PermissionError):  # change only the run folder: its parents belong to others
         how = "chown" if path == disk.folder else "install -d -o"
         return f'sudo {how} "$(id -un)" {_quoted(disk.folder)}'
     if disk.error is not None and disk.error.errno == errno.EROFS:
@@ -286,15 +285,13 @@ def _quoted(path: Path) -> str:
 
 
 def check_open_files(soft: int, hard: int) -> Finding:
-    """soft, hard: limits, negative for none"""
+    """soft, hard: limits; negative: unlimited"""
     if 0 <= soft < _OPEN_FILES:
         fix = f"ulimit -n {65536 if hard < _OPEN_FILES else min(65536, hard)}"
         if 0 <= hard < _OPEN_FILES and os.geteuid() != 0:
             fix = "sudo prlimit --pid $$ --nofile=65536:65536"
-        return Finding(
-            "open files", "warning", f"at most {soft}: ranks, sockets and data files need {_OPEN_FILES}", fix
-        )
-    return Finding("open files", "ok", "no limit" if soft < 0 else f"at most {soft:,}")
+        return Finding("open files", "warning", f"limit {soft}: ranks, sockets and data files need {_OPEN_FILES}", fix)
+    return Finding("open files", "ok", "no limit" if soft < 0 else f"limit {soft:,}")
 
 
 def read_open_files() -> tuple[int, int]:
@@ -302,20 +299,20 @@ def read_open_files() -> tuple[int, int]:
 
 
 def check_clock(now_s: float, *, synchronised: bool | None) -> Finding:
-    """synchronised: by a time server; None: not known"""
+    """synchronised: with a time server; None: unknown"""
     shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
     fix = f"{_install('chrony')} && {as_root('chronyd')}"
     if Path("/run/systemd/system").exists():
         fix = as_root("timedatectl set-ntp true")
     if now_s < _RELEASED_S:
-        return Finding("clock", "failed", f"{shown} is long past: files and certificates look as if of the future", fix)
+        return Finding("clock", "failed", f"{shown} is wrong: files and certificates seem to be from the future", fix)
     if synchronised is False:
-        return Finding("clock", "warning", f"{shown}, kept by no time server: hosts' clocks drift apart", fix)
-    return Finding("clock", "ok", f"{shown}, {'synchronised' if synchronised else 'not known whether synchronised'}")
+        return Finding("clock", "warning", f"{shown}, not synchronized: clocks of hosts drift apart", fix)
+    return Finding("clock", "ok", f"{shown}, {'synchronized' if synchronised else 'unknown whether synchronized'}")
 
 
 class _Timex(ctypes.Structure):
-    """The beginning of the kernel's struct timex, and room for the rest."""
+    """The beginning of the kernel's struct timex, with space for the rest."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -329,17 +326,17 @@ class _Timex(ctypes.Structure):
 
 
 def read_synchronised() -> bool | None:
-    """Whether a time server keeps the clock; None where the kernel does not say."""
+    """Whether the clock is synchronized; None if the kernel does not say."""
     try:
         about = _Timex()
-        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(about))  # modes 0: reads only
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(about))  # modes 0: read only
     except (OSError, AttributeError):
         return None
     return None if state < 0 else not about.status & _STA_UNSYNC
 
 
 def check_interfaces(interfaces: Sequence[Interface], *, name: str, own_address: str | None) -> list[Finding]:
-    """own_address: what the name of this machine stands for"""
+    """own_address: what this machine's name resolves to"""
     findings = []
     for interface in interfaces:
         if interface.is_loopback or interface.is_virtual or not interface.is_up or not interface.addresses:
@@ -350,27 +347,25 @@ def check_interfaces(interfaces: Sequence[Interface], *, name: str, own_address:
         if interface.mtu < _SMALLEST_MTU:
             fix = as_root(f"ip link set dev {interface.name} mtu 1500")
             findings.append(
-                Finding("network", "warning", f"{what}: packets this small are slow, IPv6 refuses them", fix)
+                Finding("network", "warning", f"{what}: packets this small are slow, and IPv6 does not allow them", fix)
             )
         else:
             findings.append(Finding("network", "ok", what))
     if not findings:
-        return [Finding("network", "ok", "no interface with an address: this machine trains alone")]
+        return [Finding("network", "ok", "no interface with an address: this machine can only train alone")]
     if own_address is not None and is_loopback(own_address):
         first = next(
             interface.name
             for interface in interfaces
             if not interface.is_loopback and interface.addresses and interface.is_up
         )
-        what = (
-            f"{name} stands for {own_address} here; should it train with other hosts: export GLOO_SOCKET_IFNAME={first}"
-        )
+        what = f"{name} resolves to {own_address} here; to train with other hosts: export GLOO_SOCKET_IFNAME={first}"
         findings.append(Finding("host name", "ok", what))
     return findings
 
 
 def check_infiniband(ports: Sequence[InfiniBandPort], *, several_hosts: bool) -> list[Finding]:
-    """All ports in one line; nothing where there are none."""
+    """All ports in one line; nothing if there are none."""
     if not ports:
         return []
     alike: dict[str, list[str]] = {}
@@ -381,6 +376,6 @@ def check_infiniband(ports: Sequence[InfiniBandPort], *, several_hosts: bool) ->
         alike.setdefault(f"{kind} {state}", []).append(name)
     what = "; ".join(f"{', '.join(names)}: {state}" for state, names in alike.items())
     if several_hosts and not any(port.is_active for port in ports):
-        what += ": NCCL goes over TCP, many times slower between hosts"
+        what += ": NCCL uses TCP, many times slower between hosts"
         return [Finding("InfiniBand", "warning", what, "rdma link")]
     return [Finding("InfiniBand", "ok", what)]

@@ -1,7 +1,7 @@
-"""A run broken on purpose -> proof that nothing was lost.
+"""Faults injected into a run -> proof that no work was lost.
 
-drill: a seeded schedule of faults, and the comparison with a run that nothing disturbed. faults: how each is injected,
-and which events must follow. run: the run's processes, events and progress.
+drill: a seeded schedule of faults, and the comparison with a reference run without faults. faults: how each fault is
+injected, and which events must follow. run: the run's processes, events and progress.
 """
 
 from typing import TYPE_CHECKING

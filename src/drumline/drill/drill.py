@@ -1,7 +1,7 @@
-"""The drill: train a small model, break it on purpose again and again, and prove that nothing was lost.
+"""The drill: train a small model, inject faults repeatedly, and prove that no work was lost.
 
-A seeded schedule of faults is let loose on a real run: real processes, signals, files. The proof is that the run ends
-with the very weights of a run that nothing disturbed. Two launchers on this machine stand for two hosts.
+A seeded schedule of faults hits a real run: real processes, signals, files. The proof is that the run ends with exactly
+the same weights as a reference run without faults. Two launchers on this machine act as two hosts.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from drumline.files import RunFolder
 from drumline.model import GPT
 
 _WEIGHTS: dict[Fault, int] = {"kill": 7, "crash": 3, "stop": 3, "term": 1, "disk": 4, "corrupt": 4, "nan": 6, "host": 1}
-"""How often each kind comes: processes die more often than hosts."""
+"""Relative frequency of each fault: processes die more often than hosts."""
 
 STEP_S = 0.1
-"""What a step takes at least, so that it is a step of ordinary length that is broken, not a thousandth of a second."""
+"""Minimum duration of a step, so that faults hit steps of a realistic length."""
 MICRO_BATCHES = 4
 _GAP_S = 18.0
 _QUIET_S = 4.0
-"""Time between two faults, and before the first and after the last."""
+"""Seconds between two faults, before the first and after the last."""
 _STEPS_PER_FAULT = 60
 _ENVIRONMENT = "DRUMLINE_DRILL"
 REPORT = "drill.json"
@@ -54,7 +54,7 @@ class DrillConfig:
     def __post_init__(self) -> None:
         if not self.faults or self.minutes <= 0 or not 2 <= self.ranks <= MICRO_BATCHES:
             raise ConfigError(
-                f"a drill of {len(self.faults)} kinds of faults, {self.minutes:g} minutes, {self.ranks} ranks",
+                f"cannot run a drill with {len(self.faults)} faults, {self.minutes:g} minutes and {self.ranks} ranks",
                 fix=f"give at least one fault, more than 0 minutes and 2 to {MICRO_BATCHES} ranks",
             )
 
@@ -65,7 +65,7 @@ class DrillReport:
     steps: int = 0
     wall_s: float = 0.0
     step_s: float = 0.0
-    """Median time of a step while nothing was broken."""
+    """Median duration of a step without faults."""
     weights_sha256: str = ""
     undisturbed_sha256: str = ""
 
@@ -75,12 +75,12 @@ class DrillReport:
 
     @property
     def goodput(self) -> float:
-        """Useful steps over those that the time would have allowed."""
+        """Useful steps as a fraction of those that the elapsed time would have allowed."""
         return self.steps * self.step_s / self.wall_s if self.wall_s else 0.0
 
     @property
-    def held(self) -> bool:
-        return self.equal and all(outcome.held for outcome in self.outcomes)
+    def passed(self) -> bool:
+        return self.equal and all(outcome.passed for outcome in self.outcomes)
 
 
 def parse_faults(words: str) -> tuple[Fault, ...]:
@@ -93,7 +93,7 @@ def parse_faults(words: str) -> tuple[Fault, ...]:
 
 
 def schedule(config: DrillConfig) -> list[tuple[float, Fault]]:
-    """(seconds after the start, fault): the same for the same seed; every kind at least once if there is time."""
+    """(seconds after the start, fault): determined by the seed; every kind at least once if time allows."""
     draw = random.Random(config.seed)
     span_s = max(1.0, config.minutes * 60 - 2 * _QUIET_S)
     number = max(len(config.faults), round(span_s / _GAP_S))
@@ -104,7 +104,7 @@ def schedule(config: DrillConfig) -> list[tuple[float, Fault]]:
 
 
 def paced_gpt(shape: GPTConfig) -> GPT:
-    """The drill's model: a GPT that takes its time, and computes nonsense when the drill tells it to."""
+    """The drill's model: a GPT with slowed-down steps, which produces NaN when the drill asks for it."""
     return _PacedGPT(shape)
 
 
@@ -125,26 +125,26 @@ class _PacedGPT(GPT):
 
 
 def run_drill(config: DrillConfig, *, say: Callable[[str], None]) -> DrillReport:
-    """Train undisturbed, then disturbed, and compare."""
+    """Train without faults, then with faults, and compare."""
     if config.folder.exists() and any(config.folder.iterdir()) and not (config.folder / REPORT).exists():
-        raise ConfigError(f"{config.folder} is there, and is no drill's", fix="give another --folder")
+        raise ConfigError(f"{config.folder} exists and is not a drill folder", fix="choose another --folder")
     shutil.rmtree(config.folder, ignore_errors=True)
     config.folder.mkdir(parents=True)
     (config.folder / REPORT).write_text("{}\n", encoding="utf-8")
     plan = schedule(config)
     report = DrillReport(steps=max(_STEPS_PER_FAULT * len(plan), round(config.minutes * 60 * 0.9 / STEP_S)))
     with drilled_run(config, steps=report.steps) as run:
-        say(f"training {report.steps:,} steps undisturbed, to know what must come out")
+        say(f"reference run: training {report.steps:,} steps without faults")
         report.undisturbed_sha256 = _undisturbed(config, report.steps)
-        say(f"training them again with {len(plan)} faults on {config.ranks} ranks, {config.minutes:g} minutes")
+        say(f"training again with {len(plan)} faults on {config.ranks} ranks, {config.minutes:g} minutes")
         run.start()
         if run.wait_for_steps(3) is None:
-            raise TrainingError("the run that is to be broken does not start", fix=f"look at {run.log}")
+            raise TrainingError("the run to inject faults into does not start", fix=f"see {run.log}")
         began, draw = time.monotonic(), random.Random(config.seed + 1)
         for at_s, fault in plan:
             run.sleep(until=began + at_s)
             if run.wait_for_steps(1, ranks=config.ranks) is None:
-                break  # it has ended; or does not come back, and then its end says so
+                break  # it has ended, or does not recover, and then its exit code says so
             outcome = inject(fault, run, draw)
             report.outcomes.append(outcome)
             say(describe(outcome))
@@ -155,17 +155,17 @@ def run_drill(config: DrillConfig, *, say: Callable[[str], None]) -> DrillReport
     status = RunFolder(config.folder / "disturbed").read_status()
     if code != 0:
         raise TrainingError(
-            f"the drilled run ended with code {code} at step {status.get('step')}: {status.get('cause', 'no cause')}",
-            fix=f"look at {run.log}",
+            f"the faulty run exited with code {code} at step {status.get('step')}: {status.get('cause', 'no cause')}",
+            fix=f"see {run.log}",
         )
     report.weights_sha256 = str(status.get("weights_sha256", ""))
-    facts = {**asdict(report), "goodput": report.goodput, "held": report.held, "seed": config.seed}
+    facts = {**asdict(report), "goodput": report.goodput, "held": report.passed, "seed": config.seed}
     (config.folder / REPORT).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return report
 
 
 def drilled_run(config: DrillConfig, *, steps: int) -> DrilledRun:
-    """The run to break, not yet started, in the drill's folder with the text it trains on."""
+    """The run to inject faults into, not started yet, in the drill's folder with its training text."""
     if not (config.folder / "text").exists():
         (config.folder / "text").mkdir(parents=True)
         _write_text(config.folder / "text")
@@ -179,13 +179,13 @@ def describe(outcome: Outcome) -> str:
         return "never" if value is None else f"{value:.2f} s"
 
     return (
-        f"{outcome.fault:<8} at step {outcome.at_step:>6,}: noticed {seconds(outcome.noticed_s)}, training again "
-        f"{seconds(outcome.again_s)}, steps lost {outcome.lost_steps}, cause {'right' if outcome.named else 'WRONG'}"
+        f"{outcome.fault:<8} at step {outcome.at_step:>6,}: detected {seconds(outcome.noticed_s)}, training again "
+        f"{seconds(outcome.again_s)}, steps lost {outcome.lost_steps}, cause {'correct' if outcome.named else 'WRONG'}"
         + (f" ({outcome.note})" if outcome.note else "")
     )
 
 
-COLUMNS = ("fault", "times", "noticed, s (worst)", "training again, s (worst)", "lost", "named")
+COLUMNS = ("fault", "times", "detected, s (worst)", "training again, s (worst)", "lost", "named")
 
 
 def fault_rows(report: DrillReport) -> list[tuple[str, ...]]:
@@ -207,13 +207,13 @@ def fault_rows(report: DrillReport) -> list[tuple[str, ...]]:
 
 
 def conclusion(report: DrillReport) -> list[str]:
-    """What the drill proved."""
+    """The verdict of the drill."""
     equal = "equal to" if report.equal else "DIFFERENT from"
     return [
-        f"final weights {equal} the undisturbed run's: {report.weights_sha256[:16]}, {report.undisturbed_sha256[:16]}",
+        f"final weights {equal} the reference run's: {report.weights_sha256[:16]}, {report.undisturbed_sha256[:16]}",
         f"goodput {report.goodput:.1%}: {report.steps:,} useful steps of {report.step_s * 1e3:.0f} ms in "
         f"{report.wall_s:.0f} s with {len(report.outcomes)} faults",
-        "everything held" if report.held else "NOT everything held",
+        "passed: no work was lost" if report.passed else "FAILED",
     ]
 
 
@@ -230,8 +230,8 @@ def _undisturbed(config: DrillConfig, steps: int) -> str:
     )
     if done.returncode != 0:
         raise TrainingError(
-            f"the undisturbed run ended with code {done.returncode}: {done.stderr.strip()[-300:]}",
-            fix="mend this first: `drumline train` does not work here",
+            f"the reference run exited with code {done.returncode}: {done.stderr.strip()[-300:]}",
+            fix="fix this first: `drumline train` does not work here",
         )
     return str(RunFolder(config.folder / "undisturbed").read_status()["weights_sha256"])
 
@@ -268,7 +268,7 @@ def _command(config: DrillConfig, name: str, steps: int) -> Sequence[str]:
 
 
 def _write_text(folder: Path) -> None:
-    """Sentences of a few words, enough of them that no two steps see the same."""
+    """Random sentences, enough of them that no two steps see the same text."""
     draw = random.Random(0)
     words = "the drum beats on and every rank keeps time while one falls out of step and comes back in".split()
     for number in range(200):

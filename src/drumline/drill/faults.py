@@ -1,4 +1,4 @@
-"""The faults of a drill: how each is let loose on a run, and what must be seen for it to count as survived."""
+"""The faults of a drill: how each is injected into a run, and what must be observed for it to count as survived."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ FAULTS: tuple[Fault, ...] = get_args(Fault)
 
 @dataclass
 class Outcome:
-    """What one fault did."""
+    """The outcome of one fault."""
 
     fault: Fault
     at_step: int
     noticed_s: float | None
-    """From the fault to the event that reports it."""
+    """Seconds from the fault to the event that reports it."""
     again_s: float | None
-    """From the fault to the next step that was trained; 0 if training never paused."""
+    """Seconds from the fault to the next trained step; 0 if training never paused."""
     lost_steps: int | None
-    """Steps that had to be computed again."""
+    """Steps that had to be recomputed."""
     named: bool
-    """Whether that event names the right cause."""
+    """Whether that event names the correct cause."""
     note: str = ""
 
     @property
-    def held(self) -> bool:
+    def passed(self) -> bool:
         return self.named and self.noticed_s is not None and self.again_s is not None and self.lost_steps is not None
 
 
 def inject(fault: Fault, run: DrilledRun, draw: random.Random) -> Outcome:
-    """Break the run, all of whose ranks are training, and watch it mend itself."""
+    """Inject a fault while all ranks are training, and watch the run recover."""
     return _FAULTS[fault](run, draw)
 
 
@@ -52,7 +52,7 @@ def _kill(run: DrilledRun, draw: random.Random) -> Outcome:
 
 
 def _crash(run: DrilledRun, draw: random.Random) -> Outcome:
-    """What a broken library does to a process."""
+    """A process that aborts in a library."""
     return _signalled(run, "crash", draw, signal.SIGABRT, cause_kind="signal", cause_what="SIGABRT")
 
 
@@ -82,7 +82,7 @@ def _corrupt(run: DrilledRun, draw: random.Random) -> Outcome:
 
 
 def _term(run: DrilledRun, draw: random.Random) -> Outcome:
-    """What a scheduler does: ask to stop, and start the same command again later."""
+    """A scheduler's preemption: ask to stop, and run the same command again later."""
     before, began = run.step(), time.monotonic()
     codes = run.signal_launchers(draw.choice((signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)))
     noticed = time.monotonic() - began
@@ -97,7 +97,7 @@ def _term(run: DrilledRun, draw: random.Random) -> Outcome:
 
 
 def _disk(run: DrilledRun, draw: random.Random) -> Outcome:
-    """No file of any rank can grow for a while, as on a full disk: training goes on, and saves again afterwards."""
+    """Writes fail for a while, as on a full disk: training continues, and saves again afterwards."""
     before, began = run.step(), time.monotonic()
     pids = [beat.pid for beat in run.beats().values()]
     for pid in pids:
@@ -114,7 +114,7 @@ def _disk(run: DrilledRun, draw: random.Random) -> Outcome:
 
 
 def _nan(run: DrilledRun, draw: random.Random) -> Outcome:
-    """One rank computes nonsense once."""
+    """One rank produces NaN once."""
     rank, _ = _victim(run, draw)
     before, began = run.step(), time.monotonic()
     (run.folder / f"nan-{rank}").touch()
@@ -126,7 +126,7 @@ def _nan(run: DrilledRun, draw: random.Random) -> Outcome:
 
 
 def _host(run: DrilledRun, draw: random.Random) -> Outcome:
-    """A host dies with all its ranks; the other goes on alone; it comes back, and both go on."""
+    """A host dies with all its ranks; the other one continues alone; it comes back, and both continue."""
     host = draw.randrange(len(run.shares))
     before, began, attempts = run.step(), time.monotonic(), list(run.attempts().values())
     launcher = run.launchers[host]
@@ -141,18 +141,18 @@ def _host(run: DrilledRun, draw: random.Random) -> Outcome:
     both = run.wait_for_steps(1, ranks=sum(run.shares), but=attempts)
     again = run.wait_for("resumed", since=back)
     lost = max(0, before - resumed.facts["step"]) if resumed and again else None
-    note = f"host {host}; together again {both - back:.1f} s after it was started" if both else f"host {host} not back"
+    note = f"host {host}; rejoined {both - back:.1f} s after it was started" if both else f"host {host} not back"
     noticed = resumed.heard_s - began if resumed else None
     return Outcome("host", before, noticed, alone and alone - began, lost, alone is not None and both is not None, note)
 
 
 def _restarted(run: DrilledRun, fault: Fault, named: dict[str, Any], harm: Callable[[], None], note: str) -> Outcome:
-    """Do harm that ends in a restart of the ranks, which an event with the name and values `named` must explain."""
+    """Inject a fault that causes a restart, which an event with the name and values `named` must explain."""
     before, began, attempts = run.step(), time.monotonic(), list(run.attempts().values())
     harm()
     event = run.wait_for(since=began, **named)
     again = run.wait_for_steps(1, ranks=sum(run.shares), but=attempts)
-    resumed = run.wait_for("resumed", since=began, within_s=5.0)  # it is over; it may not have been read yet
+    resumed = run.wait_for("resumed", since=began, within_s=5.0)  # it has happened; the event may not be read yet
     lost = max(0, before - resumed.facts["step"]) if resumed else None
     noticed = event.heard_s - began if event else None
     return Outcome(fault, before, noticed, again and again - began, lost, event is not None, note)

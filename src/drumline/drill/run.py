@@ -1,6 +1,6 @@
-"""The run that a drill breaks: its launchers, their ranks, their events and how far they are.
+"""The run that a drill injects faults into: its launchers, their ranks, events and progress.
 
-Events come through a FIFO (`files.EVENTS`), at once and whatever the disk does; what is printed is only kept as a log.
+Events come through a FIFO (`files.EVENTS`), immediately and independent of the disk; printed output is only logged.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from drumline.files import EVENTS
 from drumline.parallel import Attempt
 
 _TIED = "import os, sys, drumline.elastic; drumline.elastic.die_with_parent(); os.execv(sys.argv[1], sys.argv[1:])"
-"""Start a command so that it dies with the drill."""
+"""Start a command that dies with the drill."""
 _POLL_S = 0.01
 _PATIENCE_S = 60.0
-"""How long the drill waits for what should come at once; what takes longer has failed."""
+"""How long the drill waits for something that should happen immediately; longer counts as failed."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a process of the run published."""
+    """An event published by a process of the run."""
 
     heard_s: float
     facts: Mapping[str, Any]
 
     def matches(self, name: str, **wanted: Any) -> bool:
-        """Whether it is of this name and has these values; those of a cause may be given as cause_NAME."""
+        """Whether it has this name and these values; those of a cause are given as cause_NAME."""
         facts = {**self.facts, **{f"cause_{key}": value for key, value in self.facts.get("cause", {}).items()}}
         return facts["event"] == name and all(facts.get(key) == value for key, value in wanted.items())
 
 
 class DrilledRun:
-    """One or two launchers of the same run, each with its ranks; gone with all their processes when the block ends."""
+    """One or two launchers of the same run, each with its ranks; all processes are killed when the block exits."""
 
     def __init__(
         self, command: Sequence[str], folder: Path, environ: Mapping[str, str], ranks: int, hosts: int
@@ -50,7 +50,7 @@ class DrilledRun:
         self._command, self._environ = list(command), dict(environ)
         self.folder = folder
         self.shares = [ranks // hosts + (host < ranks % hosts) for host in range(hosts)]
-        """Ranks of each host."""
+        """Number of ranks by host."""
         self.launchers: list[subprocess.Popen[str] | None] = [None] * hosts
         self.events: list[Event] = []
         self.step_times: list[float] = []
@@ -62,7 +62,7 @@ class DrilledRun:
         self._environ[EVENTS] = str(self._fifo)
 
     def __enter__(self) -> DrilledRun:
-        # For reading and writing: it does not end when the last of the run's processes does.
+        # Opened for reading and writing, so that there is no end of file when the run's last process exits.
         self._reading = os.open(self._fifo, os.O_RDWR)
         threading.Thread(target=self._follow, args=(self._reading,), daemon=True).start()
         return self
@@ -72,7 +72,7 @@ class DrilledRun:
             if launcher is not None and launcher.poll() is None:
                 launcher.kill()  # its ranks die with it
                 launcher.wait()
-        os.write(self._reading, b"\n")  # an empty line ends the thread that reads
+        os.write(self._reading, b"\n")  # an empty line stops the reader thread
         self._log.close()
         self._fifo.unlink(missing_ok=True)
 
@@ -111,7 +111,7 @@ class DrilledRun:
                 self.events.append(Event(time.monotonic(), json.loads(line)))
 
     def attempts(self) -> dict[int, Attempt]:
-        """The folder of each host's present attempt."""
+        """The folder of each host's current attempt."""
         running = {
             host: newest_attempt(launcher.pid)
             for host, launcher in enumerate(self.launchers)
@@ -120,7 +120,7 @@ class DrilledRun:
         return {host: attempt for host, attempt in running.items() if attempt is not None}
 
     def beats(self) -> dict[int, Beat]:
-        """Each rank's last sign of life in the present attempt."""
+        """Each rank's last heartbeat in the current attempt."""
         beats = {rank: read_pulse(attempt, rank) for attempt in self.attempts().values() for rank in attempt.ranks()}
         return {rank: beat for rank, beat in beats.items() if beat is not None}
 
@@ -134,7 +134,7 @@ class DrilledRun:
         """The first event after `since` with this name and these values."""
         limit, last_look = time.monotonic() + within_s, False
         while not last_look:
-            last_look = time.monotonic() > limit or self.is_over()  # what was published before the end is still read
+            last_look = time.monotonic() > limit or self.is_over()  # events published before the end are still read
             time.sleep(_POLL_S)
             for event in list(self.events):
                 if event.heard_s >= since and event.matches(name, **wanted):
@@ -142,7 +142,7 @@ class DrilledRun:
         return None
 
     def wait_for_steps(self, number: int, *, ranks: int | None = None, but: Sequence[Attempt] = ()) -> float | None:
-        """When that many steps were trained in one attempt, by `ranks` ranks, in none of the attempts `but`."""
+        """When this many steps were trained in one attempt, by `ranks` ranks, not counting the attempts `but`."""
         limit, first, attempt = time.monotonic() + _PATIENCE_S, None, None
         while time.monotonic() < limit and not self.is_over():
             now = {host: folder for host, folder in self.attempts().items() if folder not in but}
@@ -159,7 +159,7 @@ class DrilledRun:
         return None
 
     def sleep(self, *, until: float) -> None:
-        """Let it train, and take note of how long a step takes meanwhile."""
+        """Let it train, and record how long a step takes."""
         seen: list[tuple[float, int]] = []
         while time.monotonic() < until and not self.is_over():
             step = self.step()
@@ -171,7 +171,7 @@ class DrilledRun:
             self.step_times.append((last_s - first_s) / max(1, last - first))
 
     def signal_launchers(self, signum: signal.Signals) -> list[int]:
-        """Send a signal to all launchers and wait for them to end; gives their exit codes."""
+        """Send a signal to all launchers and wait for them to exit; returns their exit codes."""
         running = [launcher for launcher in self.launchers if launcher is not None]
         for launcher in running:
             launcher.send_signal(signum)

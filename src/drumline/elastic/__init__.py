@@ -1,8 +1,8 @@
-"""Ranks of this machine: started, watched, diagnosed, and started again until the run is over.
+"""Starts the ranks of this machine, watches them, and restarts them after a failure.
 
-`launch` is the way in. `supervisor` runs one attempt after another: `rendezvous` (with `leader`) says which hosts take
-part, `rank_process` forks the ranks, `watch` reads their heartbeats, `diagnosis` names the first cause. What the two
-sides tell each other is drawn in `parallel/attempt.py`.
+`launch` is the entry point. `supervisor` runs one attempt after another: `rendezvous` (with `leader`) decides which
+hosts take part, `rank_process` forks the ranks, `watch` reads their heartbeats, `diagnosis` finds the first cause.
+The protocol between supervisor and ranks is described in `parallel/attempt.py`.
 """
 
 from typing import TYPE_CHECKING

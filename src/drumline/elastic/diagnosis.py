@@ -1,8 +1,8 @@
-"""Why ranks ended: which of them was the first cause, and how to say it.
+"""Why ranks died: which failure came first, and how to report it.
 
-When one rank dies the others lose their connection to it and die too, so that most of what a crash prints is about its
-consequences. A rank writes its exception into the attempt's folder; the supervisor adds signals, exit codes and hangs,
-and picks the one that the others follow from. Of a hang, ranks have said themselves who only waits for the others, and
+When one rank dies, the others lose their connection to it and die too, so most of a crash's output is about its
+consequences. A rank writes its exception to the attempt's folder; the supervisor adds signals, exit codes and hangs,
+and picks the failure that explains the others. In a hang, ranks have recorded which of them only wait for others, and
 what for; their stacks are shown.
 """
 
@@ -32,7 +32,7 @@ _SYMPTOMS = re.compile(
     r"|recvValue failed|socket timeout|remote process exited|ncclRemoteError|gloo.*timed out|no route to host",
     re.IGNORECASE,
 )
-"""What a rank says whose peer is gone."""
+"""Errors of a rank whose peer is gone."""
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
 _TORCH_DISTRIBUTED = ("torch", "distributed", "distributed_c10d.py")
@@ -44,20 +44,20 @@ _PULSE = Path(inspect.getfile(SupervisedPulse))
 
 @dataclass(frozen=True)
 class End:
-    """How one rank's process ended."""
+    """How one rank's process exited."""
 
     rank: int
     pid: int
     code: int | None
-    """None: it still ran, and the supervisor ended it."""
+    """None: it was still running, and the supervisor killed it."""
     step: int | None = None
     said: dict[str, Any] | None = None
-    """What the rank itself wrote about it."""
+    """What the rank itself recorded about it."""
     phase: str = ""
     waits_for: str = ""
-    """What it said that it waits for the other ranks in, if it does."""
+    """What it was waiting for the other ranks in, if anything."""
     to_end: bool = False
-    """Whether it was to come to its end before it exits."""
+    """Whether it was supposed to reach the end of the run before exiting."""
 
     @property
     def is_symptom(self) -> bool:
@@ -65,13 +65,13 @@ class End:
 
     @property
     def is_early(self) -> bool:
-        """Whether it ended as if all were done, before it was."""
+        """Whether it exited with 0 before the run was over."""
         return self.code == 0 and self.phase != "ending" and (self.to_end or self.phase not in ("", "starting"))
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why an attempt ended."""
+    """Why an attempt failed."""
 
     host: str
     rank: int
@@ -82,26 +82,26 @@ class Cause:
     trace: str = ""
     """The traceback of an exception, or the stacks of all ranks in a hang."""
     others: tuple[str, ...] = ()
-    """A line for each other rank."""
+    """One line per other rank."""
     place: str = ""
-    """The function, file and line where a rank hangs."""
+    """Function, file and line where a rank hangs."""
     frozen: bool = False
-    """Whether a rank that hangs does not even run: stopped, or stuck in a call that never returns."""
+    """Whether the process of a hung rank does not run at all: stopped, or stuck in a system call."""
 
     @property
     def line(self) -> str:
-        happened = {"signal": "was ended by", "hang": "was", "exception": "failed with", "exit": "ended with exit code"}
+        happened = {"signal": "was killed by", "hang": "was", "exception": "failed with", "exit": "exited with code"}
         at = "" if self.step is None else f" at step {self.step:,}"
         who = f"rank {self.rank} on {self.host} (process {self.pid})"
         where = f", in {self.place}" if self.place else ""
-        early = " before the run's end" if (self.kind, self.what) == ("exit", "0") else ""
+        early = " before the end of the run" if (self.kind, self.what) == ("exit", "0") else ""
         return (
             f"{who} {happened.get(self.kind, 'lost the other ranks:')} {' '.join(self.what.split())}{at}{where}{early}"
         )
 
     @property
     def details(self) -> list[str]:
-        """All that is known beyond the line."""
+        """Everything known beyond the one-line summary."""
         trace = self.trace.rstrip().splitlines()
         return [*self.others, *trace] if self.kind == "hang" else [*trace, *self.others]
 
@@ -110,7 +110,7 @@ class Cause:
 
 
 def record_cause(error: BaseException) -> None:
-    """Leave this rank's exception where the supervisor looks for it; on stderr where nobody supervises."""
+    """Write this rank's exception where the supervisor looks for it; to stderr without a supervisor."""
     attempt, rank = Attempt.current(), int(os.environ.get("RANK", "0"))
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next))
     if attempt is None:
@@ -128,7 +128,7 @@ def record_cause(error: BaseException) -> None:
 
 
 def read_end(attempt: Attempt, rank: int, *, pid: int, code: int | None) -> End:
-    """A rank's end, with what it left in the attempt's folder."""
+    """How a rank exited, with what it left in the attempt's folder."""
     beat = read_pulse(attempt, rank)
     try:
         said = json.loads(attempt.cause(rank).read_text(encoding="utf-8"))
@@ -139,17 +139,17 @@ def read_end(attempt: Attempt, rank: int, *, pid: int, code: int | None) -> End:
 
 
 def first_cause(ends: Sequence[End]) -> Cause:
-    """The end that the others follow from: a signal, then an exception of its own or an exit before the run's end, then
-    whoever lost a peer first."""
+    """The failure that explains the others: a signal, else an exception or an exit before the end of the run, else the
+    rank that lost a peer first."""
     failed = [end for end in ends if end.code not in (0, None) or end.is_early] or list(ends)
     first = min(failed, key=lambda end: (end.is_symptom, (end.code or 0) >= 0, end.said["time"] if end.said else 0))
     return _cause(first, others=tuple(_brief(end) for end in ends if end is not first))
 
 
 def blame(hang: Hang, ends: Sequence[End], stacks: dict[int, str]) -> Hang | None:
-    """The hang with the rank that holds up the others: of those that have come least far, one that waits for nobody.
+    """The hang of the rank that blocks the others: among those furthest behind, one that is not waiting for a peer.
 
-    None: all of them wait, so that it is none of these.
+    None: all of them wait, so the culprit is not among them.
     """
     if hang.frozen:
         return hang
@@ -161,7 +161,7 @@ def blame(hang: Hang, ends: Sequence[End], stacks: dict[int, str]) -> Hang | Non
 def hang_cause(
     hang: Hang, ends: Sequence[End], *, stopped: bool, stacks: dict[int, str], all_wait: bool = False
 ) -> Cause:
-    """The rank that held up the others, with every stack that could be had."""
+    """The rank that blocked the others, with all stacks that could be collected."""
     how = "stopped (SIGSTOP)" if stopped else "frozen" if hang.frozen else "without progress"
     end = next(end for end in ends if end.rank == hang.rank)
     stack = stacks.get(hang.rank, "")
@@ -171,7 +171,7 @@ def hang_cause(
         pid=end.pid,
         step=hang.step,
         kind="hang",
-        what=f"{'waiting, as all ranks here,' if all_wait else how} for {hang.idle_s:.0f} s in {hang.phase}",
+        what=f"{'waiting, like all ranks here,' if all_wait else how} for {hang.idle_s:.0f} s in {hang.phase}",
         trace="\n".join(f"rank {rank}:\n{_trimmed(stack)}" for rank, stack in stacks.items() if stack),
         others=tuple(_brief(other, stacks.get(other.rank, "")) for other in ends if other is not end),
         place=_awaited(end, stack) if all_wait else _innermost(stack),
@@ -180,7 +180,7 @@ def hang_cause(
 
 
 def cause_of_another_host(shared: dict[str, Any], ends: Sequence[End]) -> Cause:
-    """The cause that another host named, with what the ranks here, which lost their peers by it, waited for."""
+    """The cause reported by another host, with what the ranks here were waiting for when they lost their peers."""
     host = socket.gethostname()
     lost = [end for end in ends if end.is_symptom]
     stacks = [f"rank {end.rank} on {host}:\n{(end.said or {})['traceback']}" for end in lost]
@@ -198,13 +198,13 @@ def _step(beat: Beat | None) -> int | None:
 
 
 def _trimmed(stacks: str) -> str:
-    """The threads that do a rank's work, from where they are up to where the rank was called."""
+    """The relevant threads of a rank, from the innermost frame to where the rank was called."""
     threads = [thread for thread in stacks.strip().split("\n\n") if not _is_idle(thread)]
     return "\n".join(thread.partition(_RANK_PROCESS)[0].rpartition("\n")[0] for thread in threads)
 
 
 def _is_idle(thread: str) -> bool:
-    """A thread that ticks, one of a pool that has nothing to do, or one that only begins."""
+    """A heartbeat thread, an idle pool thread, or one that is just starting."""
     frames = _frames(thread)
     own = [frame for frame in frames if not _is_library(frame[0].parts)]
     ticks = bool(own) and own[0][0] == _PULSE
@@ -212,7 +212,7 @@ def _is_idle(thread: str) -> bool:
 
 
 def _frames(stack: str) -> list[tuple[Path, int, str]]:
-    """(file, line, function), innermost first, of the thread that trains: from faulthandler, or from a traceback."""
+    """(file, line, function), innermost first, of the training thread: from faulthandler, or from a traceback."""
     if "most recent call last" in stack:
         threads = [stack.rpartition("most recent call last")[2]]
     else:
@@ -223,10 +223,10 @@ def _frames(stack: str) -> list[tuple[Path, int, str]]:
 
 
 def _awaited(end: End, stack: str) -> str:
-    """What a rank waits for the others in, in its own words; nothing if it does not wait."""
+    """What a rank is waiting for the others in, in its own words; empty if it is not waiting."""
     if end.waits_for:
         return end.waits_for
-    # Code that is not ours does not say it: then it is a call of torch.distributed that has not come back.
+    # Code outside drumline does not record it: then it is a torch.distributed call that has not returned.
     frames = _frames(stack)
     if not frames or not {_TORCH_DISTRIBUTED, _TORCH_DDP} & {frames[0][0].parts[-3:], frames[0][0].parts[-4:]}:
         return ""
@@ -235,7 +235,7 @@ def _awaited(end: End, stack: str) -> str:
 
 
 def _innermost(stack: str) -> str:
-    """Where a stack is, but for what belongs to torch or Python."""
+    """The innermost frame outside torch and Python."""
     frames = _frames(stack)
     beyond = [frame for frame in frames if not _is_library(frame[0].parts)]
     return "".join(f"{name} ({path.name}:{line})" for path, line, name in (beyond or frames)[:1])
@@ -275,9 +275,9 @@ def _brief(end: End, stack: str = "") -> str:
     who = f"rank {end.rank} (process {end.pid})"
     if end.code is None:
         place = _innermost(stack)
-        return f"{who} waits in {awaited}{at}" if awaited else f"{who} still ran{at}{place and f', in {place}'}"
+        return f"{who} waits in {awaited}{at}" if awaited else f"{who} was still running{at}{place and f', in {place}'}"
     if end.code == 0:
-        return f"{who} had {'ended early' if end.is_early else 'finished'}{at}"
+        return f"{who} had {'exited early' if end.is_early else 'finished'}{at}"
     kind, what = _what(end)
-    shown = {"lost peer": "lost its connection", "exit": f"ended with exit code {what}"}.get(kind, what)
+    shown = {"lost peer": "lost its connection", "exit": f"exited with code {what}"}.get(kind, what)
     return f"{who} {shown}{at}{awaited and f', waiting in {awaited}'}"

@@ -21,7 +21,7 @@ from drumline.report import tell
 
 
 def launch_training(config: TrainConfig, *, nproc: int) -> int:
-    """Train with `nproc` ranks here; gives the exit code that a single process would."""
+    """Train with `nproc` ranks on this host; returns the exit code that a single process would."""
     ranks = config.ranks
     return _supervise(
         _train_rank,
@@ -54,10 +54,10 @@ def start_ranks(
     max_restarts: int | None = 0,
     hang_timeout: float | None = None,
 ) -> int:
-    """Call a function as ranks 0 to nproc - 1 of one run; gives the exit code, having said what went wrong.
+    """Call a function as ranks 0 to nproc - 1 of one run, report errors, and return the exit code.
 
-    max_restarts: how often they are started again when one dies; None: as often as needed while their steps go on
-    hang_timeout: seconds without progress after which a rank that trains counts as dead
+    max_restarts: number of restarts after a rank dies; None: unlimited while the run makes progress
+    hang_timeout: seconds without progress after which a training rank counts as hung
     """
     try:
         return _supervise(function, args, _alone(), nproc=nproc, max_restarts=max_restarts, hang_timeout=hang_timeout)
@@ -75,21 +75,21 @@ def _supervise(
     max_restarts: int | None,
     hang_timeout: float | None,
 ) -> int:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say ourselves what went wrong
-    # Ranks meet at a store that is new in each attempt: at that of the attempt before they may wait for ever.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # drumline reports errors itself
+    # Use a new store in each attempt: in the old one, ranks could block forever on stale keys.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     work = partial(function, *args)
     return Supervisor(work, rendezvous, nproc=nproc, max_restarts=max_restarts, limit_s=hang_timeout).run()
 
 
 def _train_rank(config: TrainConfig) -> None:
-    from drumline.train import train_here  # not needed by the process that only watches
+    from drumline.train import train_here  # not needed by the supervisor
 
     sys.exit(train_here(config))
 
 
 def rendezvous_port(wanted: str | None) -> int:
-    """The port the ranks meet at: MASTER_PORT if it is set and free, else any free one."""
+    """The rendezvous port of the ranks: MASTER_PORT if it is set and free, else any free port."""
     if not wanted:
         return 0
     if not is_free(int(wanted)):

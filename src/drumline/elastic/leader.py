@@ -1,8 +1,8 @@
-"""Which host keeps the rendezvous store: a fixed one, or whoever holds the lease in a folder that all hosts see.
+"""Which host runs the rendezvous store: a fixed one, or the holder of a lease in a shared folder.
 
-The lease is a file `epoch-N.json`, made by whoever is first and touched every second. A host that can neither reach the
-leader nor sees it touch its lease makes the next epoch and leads; whoever led before finds the newer epoch and follows.
-Ages are measured by the reader's own clock, from when it saw the file change: hosts need not agree on the time.
+The lease is a file `epoch-N.json`, created by the first host and touched every second. A host that can neither reach
+the leader nor sees its lease touched creates the next epoch and becomes the leader; the previous leader finds the newer
+epoch and follows. Ages are measured by the reader's own clock since it saw the file change: hosts' clocks may differ.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ _TOUCH_S, _STALE_S, _PROBE_S, _RETRY_S = 1.0, 4.0, 1.0, 0.3
 _SAY_AFTER_S, _SAY_EVERY_S = 5.0, 60.0
 _STORE_TIMEOUT = timedelta(seconds=5)
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
-"""Addresses that nobody has: the way there is the way to other networks."""
+"""Addresses that no host has: the route to them is the default route."""
 _MEANINGS = {
-    "unresolved": "the name is not known here; use its address, or name it in /etc/hosts",
-    "refused": "nothing listens there yet; start the same command there",
-    "timed out": "no answer; is the host up, and does its firewall let this port in?",
-    "no route": "no interface here leads there",
+    "unresolved": "the name does not resolve here; use its address, or add it to /etc/hosts",
+    "refused": "nothing listens there yet; run the same command there",
+    "timed out": "no answer; is the host up, and does its firewall allow this port?",
+    "no route": "no interface here has a route to it",
 }
 
 
 @dataclass(frozen=True)
 class Point:
-    """Where the rendezvous is."""
+    """Location of the rendezvous."""
 
     endpoint: Endpoint
     epoch: int = 0
-    """Of the lease; 0 without one."""
+    """Epoch of the lease; 0 without one."""
 
 
 @dataclass(frozen=True)
 class Reached:
-    """A rendezvous store that answers."""
+    """A rendezvous store that responds."""
 
     point: Point
     own_address: str
-    """How other hosts reach this one."""
+    """The address at which other hosts reach this one."""
     server: TCPStore | None
-    """The store itself, where this host keeps it."""
+    """The store itself, if it runs on this host."""
 
     def connect(self) -> TCPStore:
-        """A connection of one's own: a store's calls wait for each other."""
+        """A separate connection: calls on one store block each other."""
         host = "localhost" if self.server is not None else self.point.endpoint.host
         return TCPStore(host, self.point.endpoint.port, is_master=False, timeout=_STORE_TIMEOUT)
 
 
 class Lease:
-    """The files of RUN/.leader."""
+    """The files in RUN/.leader."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -72,10 +72,10 @@ class Lease:
         self._epoch = 0
 
     def newest(self) -> Point | None:
-        """Who leads, as far as the folder says."""
+        """The current leader according to the folder."""
         epochs = sorted((int(path.stem[6:]) for path in self._folder.glob("epoch-*.json")), reverse=True)
         for epoch in epochs:
-            with contextlib.suppress(OSError, ValueError, KeyError):  # not written yet, or just removed
+            with contextlib.suppress(OSError, ValueError, KeyError):  # not fully written yet, or just removed
                 path = self._path(epoch)
                 lease = json.loads(path.read_text(encoding="utf-8"))
                 seen = (epoch, path.stat().st_mtime)
@@ -86,11 +86,11 @@ class Lease:
 
     @property
     def unchanged_s(self) -> float:
-        """How long `newest` has seen no sign of the leader."""
+        """Seconds since `newest` last saw the lease change."""
         return time.monotonic() - self._changed_s
 
     def take(self, address: str, port: int) -> Point | None:
-        """Lead, as the epoch after the last one seen; None if another host was faster."""
+        """Become the leader of the epoch after the last one seen; None if another host was faster."""
         epoch = self._seen[0] + 1
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -104,7 +104,7 @@ class Lease:
         return Point(Endpoint(address, port), epoch)
 
     def give_up(self) -> None:
-        """Lead no more; the others need not wait until the lease is old."""
+        """Resign; the others need not wait until the lease expires."""
         if self._epoch:
             led, self._epoch = self._epoch, 0
             for epoch in range(1, led + 1):
@@ -113,7 +113,7 @@ class Lease:
     def _keep(self, epoch: int) -> None:
         while self._epoch == epoch:
             with contextlib.suppress(OSError):
-                os.utime(self._path(epoch))  # needs no space, so that a full disk does not depose anybody
+                os.utime(self._path(epoch))  # needs no space, so a full disk does not depose the leader
             time.sleep(_TOUCH_S)
 
     def _path(self, epoch: int) -> Path:
@@ -121,7 +121,7 @@ class Lease:
 
 
 class RendezvousPoint:
-    """Finds the store where hosts meet, or keeps it."""
+    """Finds the rendezvous store, or runs it."""
 
     def __init__(self, endpoint: str | None, lease: Lease | None, *, say: Callable[[str], None]) -> None:
         self._fixed = Point(Endpoint.parse(endpoint)) if endpoint else None
@@ -131,18 +131,18 @@ class RendezvousPoint:
         self._ours: tuple[Point, TCPStore] | None = None
         if endpoint is None and lease is None:
             raise ConfigError(
-                "several hosts need a place to meet",
-                fix="give --rdzv_endpoint HOST:29400, or --run_dir on a disk that all hosts see",
+                "several hosts need a rendezvous",
+                fix="set --rdzv_endpoint HOST:29400, or put --run_dir on a shared disk",
             )
 
     def reach(self) -> Reached:
-        """Wait for a store that answers; keep one ourselves where that is our turn."""
+        """Wait for a store that responds; run it here if it is this host's turn."""
         for _ in self._tries():
             point = self._lease.newest() if self._lease else None
             if self._ours is not None and (point is None or point.epoch <= self._ours[0].epoch):
                 return Reached(self._ours[0], self._ours[0].endpoint.host, self._ours[1])
             if self._ours is not None:
-                self.leave()  # another host has taken over
+                self.leave()  # another host took over
             if point is None and self._fixed is not None and not is_here(self._fixed.endpoint.host):
                 point = self._fixed
             why = _why_silent(point.endpoint) if point is not None else ""
@@ -155,12 +155,12 @@ class RendezvousPoint:
         raise AssertionError
 
     def superseded(self, point: Point) -> bool:
-        """Whether a newer leader than this one is known."""
+        """Whether a newer leader is known."""
         newest = self._lease.newest() if self._lease else None
         return newest is not None and newest.epoch > point.epoch
 
     def leave(self) -> None:
-        """Keep no store any more."""
+        """Shut down the store."""
         if self._ours is not None and self._lease is not None:
             self._lease.give_up()
         self._ours = None
@@ -175,9 +175,9 @@ class RendezvousPoint:
         port = own.port if own else 0
         try:
             store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
-        except DistNetworkError:  # one that just ends may still have it
-            where = f"port {port} of {socket.gethostname()}, where the hosts are to meet"
-            self._now_and_then(f"{where}, is in use{user_of(port)}; give another --rdzv_endpoint on all hosts")
+        except DistNetworkError:  # a process that is just exiting may still have the port
+            where = f"the rendezvous port {port} on {socket.gethostname()}"
+            self._now_and_then(f"{where} is in use{user_of(port)}; set another --rdzv_endpoint on all hosts")
             return
         address = _reachable(own.host) if own else _own_address()
         point = self._lease.take(address, store.port) if self._lease else Point(Endpoint(address, store.port))
@@ -196,19 +196,19 @@ class RendezvousPoint:
 
 
 def is_here(name: str) -> bool:
-    """Whether a name is this host's."""
+    """Whether a name refers to this host."""
     own = {address for interface in find_interfaces() for address in interface.addresses}
     return bool(own & set(resolve(name))) or name == socket.gethostname()
 
 
 def _reachable(name: str) -> str:
-    """The address behind a name of this host, unless this host alone understands it so, as Debian's 127.0.1.1."""
+    """The address of this host's name, unless only this host resolves it that way, like Debian's 127.0.1.1."""
     outward = [address for address in resolve(name) if not is_loopback(address) and not address.startswith("fe80:")]
-    return min(outward, key=lambda address: ":" in address, default=name)  # IPv4 where there is a choice
+    return min(outward, key=lambda address: ":" in address, default=name)  # prefer IPv4
 
 
 def _why_silent(endpoint: Endpoint) -> str:
-    """Why the rendezvous does not answer, and what that means; empty if it does."""
+    """Why the rendezvous does not respond, with an explanation; empty if it does."""
     try:
         socket.create_connection((endpoint.host, endpoint.port), timeout=_PROBE_S).close()
     except OSError as error:
@@ -218,6 +218,6 @@ def _why_silent(endpoint: Endpoint) -> str:
 
 
 def _own_address(*towards: str) -> str:
-    """The address that others reach this host by: the one it reaches them from."""
+    """The address at which others reach this host: the one it uses to reach them."""
     routes = (address_towards(host) for host in towards or _ANYWHERE)
     return next((address for address in routes if address), None) or _reachable(socket.gethostname())

@@ -1,4 +1,4 @@
-"""No process outlives the one that it works for. No torch here: it must be quick."""
+"""No process outlives its parent. No torch here: it must start fast."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Let the kernel kill this process when the one that started it ends, however that ends (Linux alone can)."""
+    """Have the kernel kill this process when its parent dies, however it dies (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

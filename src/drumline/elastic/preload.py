@@ -1,4 +1,4 @@
-"""Imported first by the server that ranks are forked from: a launcher that is killed must not leave it behind."""
+"""Imported first by the fork server, so that it does not outlive a launcher that is killed."""
 
 from drumline.elastic.lifetime import die_with_parent
 

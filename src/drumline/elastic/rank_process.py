@@ -1,4 +1,4 @@
-"""Ranks as processes: forked from a server that has imported torch already, and dead as soon as their launcher is."""
+"""Rank processes: forked from a server that has already imported torch, and killed when their launcher dies."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _spawn = util.spawnv_passfds
 _LONGEST_TMPDIR = 60
 _PRELOAD = [
-    "drumline.elastic.preload",  # first of all: the rest takes seconds
+    "drumline.elastic.preload",  # must be first: the rest takes seconds
     "torch._dynamo",
     "torch.nn.parallel",
     "drumline.elastic.rank_process",
     "drumline.train.pretraining",
     "drumline.report.terminal",
 ]
-"""What a rank needs, so that it starts without importing anything. None of it may touch a GPU: a process that is forked
-from one that did cannot use it."""
+"""Modules to preload, so that a rank starts without imports. None of them may initialize CUDA: a process forked after
+that cannot use it."""
 
 
 class Ranks:
-    """The processes of one attempt, by rank."""
+    """The rank processes of one attempt."""
 
     def __init__(self) -> None:
         self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
 
     def start(self, rank: int, environ: dict[str, str], work: Callable[[], Any]) -> int:
-        """Call `work` as this rank; gives the process's id."""
+        """Call `work` as this rank; returns the process id."""
         process = _CONTEXT.Process(target=_rank, args=(environ, work), name=f"rank {rank}")
         process.start()
         self._processes[rank] = process
@@ -54,52 +54,52 @@ class Ranks:
         return process.pid
 
     def codes(self) -> dict[int, int | None]:
-        """The exit code of each rank: None while it runs, negative if it died of a signal."""
+        """Exit code by rank: None while it is running, negative if it was killed by a signal."""
         return {rank: process.exitcode for rank, process in self._processes.items()}
 
     def pid(self, rank: int) -> int:
         return self._processes[rank].pid or 0
 
     def send(self, signum: signal.Signals) -> None:
-        """Send a signal to all that still run."""
+        """Send a signal to all running ranks."""
         for process in self._processes.values():
             if process.exitcode is None and process.pid is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signum)
 
     def kill(self) -> None:
-        """End all that still run, at once."""
+        """Kill all running ranks."""
         self.send(signal.SIGKILL)
         for process in self._processes.values():
             process.join()
 
 
 def start_server(nproc: int, *, early: bool = False) -> None:
-    """Start the server that `nproc` ranks are forked from, if there is none yet; does not wait for it to be ready.
+    """Start the server that `nproc` ranks are forked from, unless it is running; does not wait until it is ready.
 
-    early: this process has done nothing yet, so that the server can be forked from it and torch is imported once.
-           After a fork, objects of a process that has done something would close files that are no longer theirs
+    early: this process has done nothing yet, so the server can be forked from it, and torch is imported only once.
+           Later, a fork would inherit objects whose destructors close files that are no longer theirs
     """
-    # Both are read when torch is loaded. Warnings of the ranks' store say only that a peer is gone.
+    # Both are read when torch is imported. The store's warnings on ranks say only that a peer is gone.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (psutil.cpu_count(logical=False) or 1) // nproc)))
     _CONTEXT.set_forkserver_preload(_PRELOAD)
     _keep_paths_short()
-    resource_tracker.ensure_running()  # started with the server it would let the signals through again
-    # What is blocked now stays so in the server: Ctrl-C is the launcher's business.
+    resource_tracker.ensure_running()  # if it started with the server, it would unblock the signals
+    # Signals that are blocked now stay blocked in the server: Ctrl-C is handled by the launcher.
     with _forking() if early else contextlib.nullcontext(), blocked():
         forkserver.ensure_running()
 
 
 @contextlib.contextmanager
 def _forking() -> Iterator[None]:
-    """Have multiprocessing fork its server from this process instead of starting another interpreter.
+    """Make multiprocessing fork its server from this process instead of starting another interpreter.
 
-    It has no setting for that. What it saves is to import torch twice: a quarter of the time until the first step.
+    There is no setting for that. It saves a second import of torch: a quarter of the time to the first step.
     """
     import torch  # noqa: F401
 
-    flush_console()  # or the server would say it again
+    flush_console()  # or the server would print buffered output again
     util.spawnv_passfds = _fork  # type: ignore[assignment]
     try:
         yield
@@ -108,12 +108,12 @@ def _forking() -> Iterator[None]:
 
 
 def _fork(path: str, words: list[str], passed: list[int]) -> int:
-    """What `spawnv_passfds` does, without a new program: `words` end in the Python line that the server runs."""
+    """Replacement for `spawnv_passfds` that forks: `words` end with the Python code that the server runs."""
     pid = os.fork()
     if pid:
         return pid
     try:
-        util.spawnv_passfds = _spawn  # ranks may start programs
+        util.spawnv_passfds = _spawn  # for programs that ranks start
         for name in os.listdir("/dev/fd"):
             if int(name) > 2 and int(name) not in passed:
                 with contextlib.suppress(OSError):
@@ -127,7 +127,7 @@ def _fork(path: str, words: list[str], passed: list[int]) -> int:
 
 
 def _keep_paths_short() -> None:
-    """multiprocessing keeps its sockets in TMPDIR, whose path may be longer than a socket's may be."""
+    """multiprocessing keeps its sockets in TMPDIR, whose path may be too long for a socket."""
     settings: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     if settings.get("tempdir") is None and len(tempfile.gettempdir()) > _LONGEST_TMPDIR:
         short = next(folder for folder in ("/tmp", "/dev/shm") if os.access(folder, os.W_OK))
@@ -136,24 +136,24 @@ def _keep_paths_short() -> None:
 
 
 def end_server() -> None:
-    """Kill the server, and with it every rank."""
+    """Kill the server, and with it all ranks."""
     pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     if pid is not None:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)  # multiprocessing waits for it when it starts the next one
+            os.kill(pid, signal.SIGKILL)  # multiprocessing reaps it when it starts the next one
 
 
 def _rank(environ: dict[str, str], work: Callable[[], Any]) -> None:
-    """All that a rank's process does. Never returns."""
+    """The body of a rank process. Never returns."""
     die_with_parent()
     launcher = multiprocessing.parent_process()
     if os.getppid() == 1 or launcher is None or not psutil.pid_exists(launcher.pid or 0):
-        os._exit(EXIT_INTERRUPTED)  # the server or the launcher ended before it could take us along
-    os.setsid()  # a terminal's Ctrl-C is for the launcher alone, which asks us to stop once
+        os._exit(EXIT_INTERRUPTED)  # the server or launcher died before PR_SET_PDEATHSIG took effect
+    os.setsid()  # Ctrl-C in the terminal goes to the launcher alone, which asks ranks to stop once
     start_afresh()
     os.environ.clear()
     os.environ.update(environ)
-    import torch  # the server has it; the launcher starts the server before it loads torch itself
+    import torch  # already imported by the server; the launcher starts the server before importing torch itself
 
     from drumline.parallel import leave
 
@@ -162,14 +162,14 @@ def _rank(environ: dict[str, str], work: Callable[[], Any]) -> None:
     own_pulse().start(int(environ["RANK"]))
     code = _outcome(work)
     if code in (0, EXIT_STOPPED):
-        leave()  # others may still read what this rank keeps
+        leave()  # others may still be reading from this rank's store
     flush_console()
-    # Taking the interpreter apart under gloo's threads now and then aborts a process that has done its work.
+    # Interpreter shutdown under gloo's threads sometimes aborts a process that has finished its work.
     os._exit(code)
 
 
 def _outcome(work: Callable[[], Any]) -> int:
-    """The exit code of a rank that calls this."""
+    """Run the rank's work and return its exit code."""
     try:
         work()
     except DrumlineError as error:

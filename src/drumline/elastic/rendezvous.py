@@ -1,4 +1,4 @@
-"""The rendezvous: launchers of a run's hosts find each other and agree who takes part. One host needs no other."""
+"""The rendezvous: supervisors of several hosts connect and agree which of them take part. Trivial for one host."""
 
 from __future__ import annotations
 
@@ -32,69 +32,69 @@ _TIMEOUT = RendezvousTimeout(join=timedelta(days=365), last_call=timedelta(secon
 
 @dataclass(frozen=True)
 class Hosts:
-    """Who takes part in an attempt, as the launcher of one host sees it."""
+    """Membership of an attempt, from the view of one host's supervisor."""
 
     number: int
-    """This host's, from 0."""
+    """This host's number, from 0."""
     ranks: tuple[int, ...]
-    """How many each host has."""
+    """Number of ranks by host."""
     master_addr: str
     master_port: int
 
     @property
     def first_rank(self) -> int:
-        """Of this host."""
+        """First global rank of this host."""
         return sum(self.ranks[: self.number])
 
 
 class Rendezvous:
-    """One host alone. Its ranks meet at a port that is new in each attempt, and hear from no other machine."""
+    """A single host. Its ranks use a new port in each attempt, reachable only from this machine."""
 
     elastic = False
-    """Whether a run goes on when one of its hosts stops."""
+    """Whether the run continues if one of its hosts stops."""
 
     def __init__(self, port: int = 0) -> None:
         self._port = port
         self.run_id = uuid.uuid4().hex
 
     def meet(self, nproc: int) -> Hosts:
-        """Wait until all hosts are there that the next attempt needs; RuntimeError if one of them goes away again.
+        """Wait until all hosts needed for the next attempt have joined; RuntimeError if one leaves again.
 
-        nproc: how many ranks this host brings along
+        nproc: number of ranks on this host
         """
         port, self._port = self._port or free_port(), 0
         return Hosts(0, (nproc,), "localhost", port)
 
     def change(self) -> Change:
-        """What happened to the hosts since they met; answers at once."""
+        """What happened to the hosts since the rendezvous; returns immediately."""
         return ""
 
     def forget(self) -> None:
-        """Meet anew: what was agreed did not work."""
+        """Start a new rendezvous: the last one did not work."""
 
     def share(self, cause: dict[str, Any]) -> None:
-        """Let the other hosts know why this attempt ended."""
+        """Tell the other hosts why this attempt failed."""
 
     def shared(self, *, wait: bool) -> dict[str, Any] | None:
-        """What another host gives as the cause; `wait`: or will give within a moment."""
+        """The cause reported by another host; `wait`: give it a moment to report."""
         return None
 
     def leave(self, *, finished: bool, hurry: Callable[[], bool] = lambda: False) -> None:
-        """This host is done. When its ranks have finished it waits for the other hosts' to do so, unless in a hurry."""
+        """Leave. A host whose ranks have finished waits for the other hosts to finish, unless in a hurry."""
 
 
 def _brief_delay(seconds: float | tuple[float, float]) -> None:
     time.sleep(_ASK_S)
 
 
-# Torch's rendezvous asks for news once a second and believes them for another, and no setting says otherwise: this
-# patch, and the cache's below, are most of what makes a restart quick. A few hundred hosts may ask more often.
+# torch's rendezvous polls once a second and caches the result for another, and no setting changes that: this patch,
+# and the one of the cache below, are most of what makes a restart fast. Hundreds of hosts can poll more often.
 dynamic_rendezvous._delay = _brief_delay  # type: ignore[attr-defined]
 
 
 class HostsRendezvous(Rendezvous):
-    """Several hosts, through torch's rendezvous. Every wait for the store is in a thread that can be left behind:
-    a link that goes silent would hold it for minutes."""
+    """Several hosts, through torch's rendezvous. Every call to the store runs in a thread that can be abandoned:
+    a silent connection would block it for minutes."""
 
     def __init__(self, point: RendezvousPoint, *, fewest: int, most: int) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class HostsRendezvous(Rendezvous):
         at = info.bootstrap_store_info
         assert at is not None
         info.store.set(f"ranks/{info.rank}", str(nproc))
-        ranks = info.store.multi_get([f"ranks/{number}" for number in range(info.world_size)])  # waits for them
+        ranks = info.store.multi_get([f"ranks/{number}" for number in range(info.world_size)])  # blocks until all exist
         return Hosts(info.rank, tuple(map(int, ranks)), at.master_addr, at.master_port)
 
     def _next(self) -> RendezvousInfo:
@@ -133,7 +133,7 @@ class HostsRendezvous(Rendezvous):
     def _connect(self) -> None:
         self.forget()
         self._reached = self._point.reach()
-        with contextlib.suppress(RuntimeError):  # gone again: the next look finds out
+        with contextlib.suppress(RuntimeError):  # lost again: the next check will notice
             store = self._reached.connect()
             self._handler = DynamicRendezvousHandler.from_backend(
                 _RUN_ID,
@@ -183,7 +183,7 @@ class HostsRendezvous(Rendezvous):
         if finished and look is not None and info is not None:
             with contextlib.suppress(RuntimeError):
                 info.store.set(f"finished/{info.rank}", "")
-                # Whoever is done waits for the others' last plot or upload: to them, a host that is gone has died.
+                # A host that is done waits for the others' final plot or upload: to them, a host that left has died.
                 while look.change() in ("", "joined") and not hurry():
                     if info.store.check([f"finished/{rank}" for rank in range(info.world_size)]):
                         break
@@ -194,7 +194,7 @@ class HostsRendezvous(Rendezvous):
 
 
 class _Look:
-    """A thread with a connection of its own that looks at who takes part, again and again."""
+    """A thread with its own connection that polls the membership."""
 
     def __init__(self, reached: Reached, point: RendezvousPoint) -> None:
         self._reached, self._point = reached, point
@@ -209,11 +209,11 @@ class _Look:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the store is out of reach, or no longer the one to meet at."""
+        """Whether the store is unreachable, or no longer the current one."""
         return self._broken or self._superseded or time.monotonic() - self._heard_s > _SILENT_S
 
     def begin(self, members: frozenset[Any]) -> None:
-        """From here on, changes are against these hosts."""
+        """Report changes relative to these hosts from now on."""
         with self._lock:
             self._state, self._members, self._beats = None, members, {}
 
@@ -221,7 +221,7 @@ class _Look:
         if self.is_silent:
             return "cut off"
         with self._lock:
-            now_s = self._heard_s  # what has happened since is not known
+            now_s = self._heard_s  # later changes are unknown
             if any(now_s - since_s > (_GONE_S if beat is None else _DEAD_S) for beat, since_s in self._beats.values()):
                 return "left"
             if self._state is None:
@@ -246,8 +246,8 @@ class _Look:
             self._heard_s = now_s = time.monotonic()
             self._state = state
             for node in self._members if state is not None else ():
-                # Whether a host lives is told by its heartbeat changing, whatever its clock says; one that is not
-                # there any more counts from when it last changed.
+                # A host is alive if its heartbeat changes, whatever its clock says; one that is no longer listed counts
+                # from its last change.
                 beat = state.last_heartbeats.get(node)
                 before, since_s = self._beats.get(node, (None, now_s))
                 self._beats[node] = (beat, since_s if beat is None or beat == before else now_s)

@@ -1,6 +1,6 @@
-"""Start ranks, watch them, and start them again when one dies or hangs.
+"""Start ranks, watch them, and restart them when one dies or hangs.
 
-What it knows of a rank is its exit code and what lies in the attempt's folder: heartbeat, exception and stacks.
+All it knows about a rank is its exit code and the files in the attempt's folder: heartbeat, exception and stacks.
 It never computes, and holds no connection that a rank needs.
 """
 
@@ -33,22 +33,22 @@ from drumline.signals import SHOW_STACKS, counting
 _POLL_S = 0.05
 _SCRATCH = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 _BARREN = 3
-"""Crashes in a row without a step more than before, after which it is no use to go on trying."""
+"""Number of consecutive crashes without progress after which the run fails."""
 _SAVE_S, _LEAVE_S, _SYMPTOM_S = 600.0, 5.0, 1.0
-"""How long ranks may take to save and stop; to end when one has ended; to show a better cause."""
+"""How long ranks may take to save and stop; to exit after one has failed; to report a better cause."""
 _EXCUSES = 10
-"""How often ranks that all wait are given as long again, for the host whose rank they wait for to name it."""
+"""How many extensions ranks get that all wait, so that the host of the rank they wait for can name it."""
 _MOVED_S = 3.0
-"""How long ranks may wait for those of a host that has left the attempt, before they are killed."""
+"""How long ranks may wait for ranks of a host that left the attempt, before they are killed."""
 _CHANGES = {
-    "left": "another host is gone; going on without it",
-    "moved on": "another host starts its ranks again, and so does this one",
-    "cut off": "cut off from the host where all meet; the ranks here are ended until it is found",
+    "left": "another host is gone; continuing without it",
+    "moved on": "another host is restarting its ranks; restarting here too",
+    "cut off": "lost the connection to the rendezvous host; stopping the ranks here until it is back",
 }
 
 
 class _InterruptedError(Exception):
-    """A signal to stop came while there was nothing that could be saved."""
+    """A stop signal arrived while there was nothing to save."""
 
 
 class Supervisor:
@@ -80,14 +80,14 @@ class Supervisor:
         self._barren: list[Cause] = []
 
     def run(self) -> int:
-        """Until the run is over; gives its exit code. RunLostError when it cannot go on."""
+        """Run until the end; returns the exit code. RunLostError if the run cannot continue."""
         with counting(then=self._interrupt) as self._stops:
             try:
                 self._may_raise = True
                 start_server(self._nproc)
                 return self._attempts_until_the_end()
             except _InterruptedError:
-                end_server()  # it may still be importing, with a rank on order
+                end_server()  # it may still be importing, with a rank about to be forked
                 return EXIT_INTERRUPTED
             finally:
                 self._may_raise = False
@@ -114,7 +114,7 @@ class Supervisor:
         while True:
             try:
                 return self._rendezvous.meet(self._nproc)
-            except (RuntimeError, RendezvousError):  # a host went away in the middle of it
+            except (RuntimeError, RendezvousError):  # a host left during the rendezvous
                 self._rendezvous.forget()
                 time.sleep(_POLL_S)
 
@@ -132,7 +132,7 @@ class Supervisor:
             self._ranks.start(hosts.first_rank + local_rank, environ, self._work)
 
     def _place(self, hosts: Hosts, local_rank: int) -> dict[str, str]:
-        """The variables that tell a rank its place, by the names that torchrun gives them."""
+        """The environment variables of a rank, with torchrun's names."""
         rank, size = hosts.first_rank + local_rank, sum(hosts.ranks)
         place = {
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
@@ -156,7 +156,7 @@ class Supervisor:
         return {name: str(value) for name, value in place.items()}
 
     def _until_the_attempt_ends(self) -> int | Cause | None:
-        """An exit code when the run is over, why it crashed, or None to start again with other hosts."""
+        """An exit code if the run is over, the cause of a crash, or None to restart with other hosts."""
         while True:
             time.sleep(_POLL_S)
             codes = self._ranks.codes()
@@ -181,12 +181,12 @@ class Supervisor:
                 self._asked_s = time.monotonic()
 
     def _waits_in_vain(self) -> bool:
-        """Whether ranks that were asked to stop wait for ranks that are gone, and not for a checkpoint."""
+        """Whether ranks that were asked to stop are waiting for ranks that are gone, and not for a checkpoint."""
         saving = any(beat.phase in ("save", "ending") for beat in self._beats().values())
         return self._asked_s is not None and time.monotonic() - self._asked_s > _MOVED_S and not saving
 
     def _settle(self) -> int | Cause | None:
-        """A rank has ended: let the others say why, or save, for as long as that makes sense; then end them all."""
+        """A rank has exited: give the others time to report or save, then kill them."""
         since = time.monotonic()
         while time.monotonic() - since < self._patience_s() and len(self._stops) < 2:
             if None not in self._ranks.codes().values():
@@ -203,13 +203,13 @@ class Supervisor:
         if all(end.is_symptom or end.code == by_us for end in crashed):
             if self._asked_s or (self._rendezvous.elastic and EXIT_STOPPED in given):
                 mistakes = [code for code in given if code != EXIT_STOPPED]
-                return mistakes[0] if mistakes else None  # all saved, to go on with other hosts
+                return mistakes[0] if mistakes else None  # everything is saved: continue with other hosts
             if given:
                 return given[0]
         return first_cause(ends)
 
     def _patience_s(self) -> float:
-        """How long to wait for the ranks that still run, given how the others ended."""
+        """How long to wait for the running ranks, given how the others exited."""
         ends = [end for end in self._ends(self._ranks.codes()) if end.code or end.is_early]
         if self._asked_s is None and any(end.code not in EXIT_CODES and not end.is_symptom for end in ends):
             return 0.0
@@ -218,14 +218,14 @@ class Supervisor:
         return _LEAVE_S if self._asked_s or any(end.code in EXIT_CODES for end in ends) else _SYMPTOM_S
 
     def _name(self, hang: Hang) -> Cause | None:
-        """Say which rank hung, with the stacks of all, and end them; None: they wait for a rank of another host."""
+        """Report the hung rank, with all stacks, and kill the ranks; None: they wait for a rank of another host."""
         codes, pid = self._ranks.codes(), self._ranks.pid(hang.rank)
         stopped = _process_state(pid) == psutil.STATUS_STOPPED
         ends = self._ends(codes)
         shown = Stacks(self._attempt, [rank for rank, code in codes.items() if code is None])
         self._ranks.send(SHOW_STACKS)
         shown.wait(but=hang.rank if stopped else None)
-        if stopped:  # it shows its stack as soon as it goes on, and is ended right after
+        if stopped:  # it dumps its stack as soon as it continues, and is killed right after
             os.kill(pid, signal.SIGCONT)
             shown.wait()
         stacks = shown.read()
@@ -238,24 +238,24 @@ class Supervisor:
         return hang_cause(blamed or hang, ends, stopped=stopped, stacks=stacks, all_wait=blamed is None)
 
     def _first_of_all_hosts(self, cause: Cause | None) -> Cause | None:
-        """Where no rank here failed, or only because its peers were gone, the host of the first to die knows better."""
+        """If no rank here failed by itself, use the cause from the host whose rank died first."""
         if cause is not None and cause.kind != "lost peer":
             self._rendezvous.share(cause.as_dict())
             return cause
         if cause is None and self._rendezvous.change() in ("left", "cut off"):
-            return None  # who would tell is gone
+            return None  # the host that could report it is gone
         shared = self._rendezvous.shared(wait=cause is not None)
         return cause_of_another_host(shared, self._ends(self._ranks.codes())) if shared else cause
 
     def _after_crash(self, cause: Cause) -> None:
-        """Say why; RunLostError if there is no use in starting again."""
+        """Report the cause; RunLostError if a restart would not help."""
         reached = self._farthest()
         if reached > self._reached:
             self._reached, self._barren = reached, []
         self._barren.append(cause)
         if self._max_restarts is None:
             lost = len(self._barren) >= _BARREN
-            why = f" ({len(self._barren)} crashes in a row without a step more)"
+            why = f" ({len(self._barren)} crashes in a row without progress)"
         else:
             lost, why = self._restarts >= self._max_restarts, ""
         if lost:
@@ -263,13 +263,13 @@ class Supervisor:
             self._write_status("failed", cause)
             details = [*cause.details, *(f"log and status: {folder}" for folder in [self._run_dir()] if folder)]
             lost_error = PeersLostError if cause.kind == "lost peer" else RunLostError
-            raise lost_error(cause.line + why, details=details, fix="start the same command again to go on")
+            raise lost_error(cause.line + why, details=details, fix="run the same command again to resume")
         self._restarts += 1
         publish({"event": "restart", "cause": cause.as_dict()})
         self._write_status("restarting", cause)
         frames = [line.strip() for line in cause.trace.splitlines() if line.lstrip().startswith("File ")]
         more = {"exception": frames[-1:], "hang": cause.details}.get(cause.kind, [])
-        _say(f"{cause.line}; starting again ({self._restarts})", *more)
+        _say(f"{cause.line}; restarting ({self._restarts})", *more)
 
     def _interrupted_by(self, cause: Cause) -> int:
         _say(cause.line)
@@ -286,7 +286,7 @@ class Supervisor:
         return read_run_dir(self._attempt)
 
     def _farthest(self) -> int:
-        """The largest step that a rank reached in this attempt, or that the run folder knows of."""
+        """The highest step that a rank reached in this attempt, or that the run folder records."""
         path = self._run_dir()
         saved = RunFolder(path).read_status().get("step", -1) if path else -1
         beats = [read_pulse(self._attempt, rank) for rank in self._ranks.codes()]
@@ -298,7 +298,7 @@ class Supervisor:
             return
         folder = RunFolder(path)
         before = folder.read_status()
-        with contextlib.suppress(OSError, DrumlineError):  # a full disk must not keep the ranks from starting again
+        with contextlib.suppress(OSError, DrumlineError):  # a full disk must not prevent a restart
             folder.write_status(
                 state,
                 step=int(before.get("step", 0)),
@@ -308,7 +308,7 @@ class Supervisor:
             )
 
     def _interrupt(self) -> None:
-        """While ranks are only being started, the first signal to stop ends it all."""
+        """While ranks are only starting, the first stop signal ends the run."""
         if self._may_raise:
             self._may_raise = False
             raise _InterruptedError
@@ -320,7 +320,7 @@ def _say(*lines: str) -> None:
 
 
 def _scratch() -> Path:
-    """A folder in memory for heartbeats, named after this process; those of processes that are gone are removed."""
+    """A folder in shared memory for heartbeats, named after this process; folders of dead processes are removed."""
     where = next(path for path in _SCRATCH if os.access(path, os.W_OK))
     for old in where.glob("drumline-*-*"):
         pid = old.name.split("-")[1]
@@ -330,9 +330,9 @@ def _scratch() -> Path:
 
 
 def newest_attempt(launcher_pid: int) -> Attempt | None:
-    """The present attempt of a launcher on this host, for whoever watches it from outside."""
+    """The current attempt of a launcher on this host, for external observers."""
     folders: list[Path] = []
-    with contextlib.suppress(FileNotFoundError):  # a launcher that ends removes them meanwhile
+    with contextlib.suppress(FileNotFoundError):  # removed by a launcher that is exiting
         folders += [path for where in _SCRATCH for path in where.glob(f"drumline-{launcher_pid}-*/attempt-*")]
     return max(map(Attempt, folders), key=lambda attempt: attempt.number, default=None)
 

@@ -1,4 +1,4 @@
-"""What torchrun leaves open."""
+"""Workarounds for torchrun."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drumline.parallel import ATTEMPT
 
 
 def under_torchrun(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Make up for what torchrun leaves open where it can be done from here; what is left, as lines to say."""
+    """Apply workarounds for torchrun where possible; returns warnings for the rest."""
     if ATTEMPT in environ or "TORCHELASTIC_RUN_ID" not in environ:
         return []
     die_with_parent()
@@ -18,8 +18,8 @@ def under_torchrun(environ: Mapping[str, str] = os.environ) -> list[str]:
     restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
         lines.append(
-            f"torchrun --max_restarts={restarts} may wait for ever after a restart, because ranks meet at the store of "
-            "the attempt before: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 first, or use `drumline train --nproc`"
+            f"torchrun --max_restarts={restarts} may hang after a restart, because ranks reuse the old store: "
+            "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 first, or use `drumline train --nproc`"
         )
     if "SLURM_JOB_ID" in environ and "SIGUSR1" not in environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", ""):
         lines.append(

@@ -1,4 +1,4 @@
-"""The supervisor's view of its ranks: what each last said of itself, which of them hangs, and their stacks."""
+"""The supervisor's view of its ranks: their heartbeats, which of them hangs, and their stacks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 from drumline.parallel import CHECKSUM, PROGRESS, TICK, TICK_AT, Attempt
 
 PHASES = ("starting", "compiling", "evaluate", "save", "data", "compute", "exchange", "ending")
-"""In the order in which a rank comes to them, where `step` is the number of steps that are done."""
+"""In the order in which a rank goes through them; `step` is the number of completed steps."""
 _JUDGED = frozenset(("evaluate", "save", "data", "compute", "exchange"))
-"""Where no progress is a hang. The other phases may take as long as they like."""
+"""Phases in which no progress counts as a hang. The other phases have no time limit."""
 _FROZEN_S, _LEAST_LIMIT_S, _MEDIANS, _PATIENT = 1.5, 60.0, 20, 10
 _OTHERS_S, _STACKS_S = 3.0, 3.0
 _TRIES = 20
 _OUTERMOST = ("in <module>\n", "in _run_module_as_main\n")
-"""The main thread's stack comes last, and at its end what called it: a script, or `python -m`."""
+"""The main thread's stack comes last, ending with its caller: a script, or `python -m`."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank last said of itself."""
+    """A rank's last heartbeat."""
 
     phase: str
     step: int
@@ -33,24 +33,24 @@ class Beat:
     ticked_s: float
     pid: int = 0
     waits_for: str = ""
-    """What it waits for the other ranks in; empty: it works."""
+    """What it is waiting for the other ranks in; empty: it is working."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A rank that holds up the others."""
+    """A rank that blocks the others."""
 
     rank: int
     phase: str
     step: int
     idle_s: float
     frozen: bool
-    """Whether the process itself stands still, and not only its code."""
+    """Whether the process itself does not run, as opposed to code that makes no progress."""
 
 
 def read_pulse(attempt: Attempt, rank: int) -> Beat | None:
-    """None for a rank that has not said anything yet."""
-    for _ in range(_TRIES):  # one that is just being written does not match its checksum
+    """None for a rank without a heartbeat yet."""
+    for _ in range(_TRIES):  # one that is being written does not match its checksum
         try:
             record = attempt.pulse(rank).read_bytes()
         except OSError:
@@ -65,7 +65,7 @@ def read_pulse(attempt: Attempt, rank: int) -> Beat | None:
 
 
 def read_run_dir(attempt: Attempt) -> Path | None:
-    """The run folder that rank 0 chose; None where it has not said yet."""
+    """The run folder that rank 0 chose; None if it has not chosen yet."""
     try:
         return Path(attempt.run_dir.read_text(encoding="utf-8"))
     except OSError:
@@ -73,7 +73,7 @@ def read_run_dir(attempt: Attempt) -> Path | None:
 
 
 class Watch:
-    """Judges the ranks of one attempt: knows how long a step takes here, and so when one takes too long."""
+    """Judges the ranks of one attempt: knows how long a step takes, and so when one takes too long."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._given_s = limit_s
@@ -82,42 +82,42 @@ class Watch:
         self._steps_s: deque[float] = deque(maxlen=101)
 
     def limit_s(self, beats: Mapping[int, Beat]) -> float:
-        """How long a rank may make no progress."""
-        # What steps take says nothing about how long a checkpoint takes to write, while all others wait for it.
+        """How long a rank may go without progress."""
+        # The duration of a step says nothing about how long a checkpoint takes to write while the others wait.
         patient = any(beat.phase in ("save", "evaluate") for beat in beats.values())
         return self._step_limit_s() * (_PATIENT if patient else 1)
 
     def _step_limit_s(self) -> float:
-        """As asked for, else many times what a step takes."""
+        """The user's setting, else many times the duration of a step."""
         if self._given_s is not None:
             return self._given_s
         return max(_LEAST_LIMIT_S, _MEDIANS * statistics.median(self._steps_s) if self._steps_s else 0.0)
 
     def look(self, beats: Mapping[int, Beat], now_s: float) -> Hang | None:
-        """The rank that holds up the others, if one does."""
+        """The rank that blocks the others, if any."""
         if now_s - self._looked_s > _FROZEN_S:
-            self._awake_s = now_s  # it was this process, or all of the machine, that stood still
+            self._awake_s = now_s  # this process, or the whole machine, was suspended
         self._looked_s = now_s
         self._learn(beats, now_s)
-        limit_s, frozen_s = self.limit_s(beats), self._step_limit_s()  # whatever a rank does, it ticks
+        limit_s, frozen_s = self.limit_s(beats), self._step_limit_s()  # a rank ticks in every phase
         for rank, beat in beats.items():
             still_s = now_s - max(beat.ticked_s, self._awake_s)
             if still_s > max(_FROZEN_S, frozen_s if beat.phase in _JUDGED else max(frozen_s, _LEAST_LIMIT_S)):
                 return Hang(rank, beat.phase, beat.step, still_s, frozen=True)
         if not beats:
             return None
-        # Who has come least far is the one all others wait for: only its progress counts, and of several the latest.
+        # The others wait for the rank furthest behind: only its progress counts, and the latest of several.
         rank, beat = min(beats.items(), key=lambda item: (item[1].step, _order(item[1].phase), -item[1].progressed_s))
         idle_s = now_s - max(beat.progressed_s, self._awake_s)
         frozen = now_s - max(beat.ticked_s, self._awake_s) > _FROZEN_S
         if beat.phase == "exchange":
-            limit_s += _OTHERS_S  # all ranks here wait: if for one of another host, that host will name it
+            limit_s += _OTHERS_S  # all ranks here wait: if for a rank of another host, that host will report it
         if beat.phase in _JUDGED and idle_s > limit_s and not frozen:
             return Hang(rank, beat.phase, beat.step, idle_s, frozen=False)
         return None
 
     def excuse(self, now_s: float) -> None:
-        """What was found is none of these ranks' doing: give all of them as long again."""
+        """None of these ranks is the culprit: give all of them the same time again."""
         self._awake_s = now_s
 
     def _learn(self, beats: Mapping[int, Beat], now_s: float) -> None:
@@ -130,7 +130,7 @@ class Watch:
 
 
 class Stacks:
-    """What ranks show of their stacks on a SIGUSR2 that is sent once this is made."""
+    """The stacks that ranks dump on a SIGUSR2 sent when this is created."""
 
     def __init__(self, attempt: Attempt, ranks: Iterable[int]) -> None:
         self._files = {rank: attempt.stacks(rank) for rank in ranks}
@@ -140,7 +140,7 @@ class Stacks:
         return {rank: _shown(file)[self._before[rank] :] for rank, file in self._files.items()}
 
     def wait(self, *, but: int | None = None) -> None:
-        """Until all have shown theirs, or for a moment: a process may be in no state to."""
+        """Wait until all have dumped theirs, but only for a moment: a process may be unable to."""
         deadline = time.monotonic() + _STACKS_S
         while not all(text.endswith(_OUTERMOST) for rank, text in self.read().items() if rank != but):
             if time.monotonic() > deadline:

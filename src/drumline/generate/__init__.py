@@ -1,4 +1,4 @@
-"""A checkpoint -> text and held-out loss.
+"""A checkpoint -> generated text and validation loss.
 
 sample: how tokens are chosen one after another, from any model that gives logits. streaming: their text as it grows.
 loading: the model of a run's newest

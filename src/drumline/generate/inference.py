@@ -1,4 +1,4 @@
-"""A trained run put to use: evaluated on held-out tokens, or asked to write."""
+"""Use a trained run: evaluate it, or generate text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drumline.train import Evaluation, Precision, evaluate
 def evaluate_run(
     path: Path, *, data: str | None, split: str, batch_size: int, device: Device
 ) -> tuple[int, Evaluation]:
-    """The step of a run's newest checkpoint, and how well it predicts all of `data`, or the run's own held-out text."""
+    """The step of a run's newest checkpoint, and its loss over all of `data`, or over the run's validation data."""
     run = load_run(path)
     where = pick_device(device)
     if data is not None:
@@ -29,7 +29,7 @@ def evaluate_run(
         chosen = own.valid if split == "valid" else own.train
         if chosen is None:
             raise ConfigError(
-                f"the run {path} held nothing out", fix="name tokens to judge by: --data FOLDER or FILE.bin"
+                f"the run {path} has no validation data", fix="choose tokens to evaluate on: --data FOLDER or FILE.bin"
             )
         tokens = chosen
     context = run.config.model.context
@@ -48,16 +48,16 @@ def evaluate_run(
 
 
 def sample_run(path: Path, prompt: str, settings: SampleConfig, *, device: Device) -> Iterator[str]:
-    """The prompt, then what the run's newest checkpoint makes of it, piece by piece."""
+    """The prompt, then the text that the run's newest checkpoint generates, piece by piece."""
     run = load_run(path)
     if run.tokenizer is None:
         raise ConfigError(
-            f"the run {path} has no {run.folder.tokenizer.name} to write with",
-            fix="train with --tokenizer, which brings one where the data are bare .bin files",
+            f"the run {path} has no {run.folder.tokenizer.name}, which is needed to generate text",
+            fix="train with --tokenizer if the data are .bin files without one",
         )
     if not can_write(run.model):
         raise ConfigError(
-            f"the model of {path}, {type(run.model).__name__}, gives no logits without targets",
+            f"the model of {path}, {type(run.model).__name__}, returns no logits without targets",
             fix="let its forward take targets=None and return (logits, loss)",
         )
     model = run.model.to(pick_device(device))

@@ -1,4 +1,4 @@
-"""A trained model out of a run folder."""
+"""Load a trained model from a run folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LoadedRun:
 
 
 def load_run(path: Path) -> LoadedRun:
-    """The newest valid checkpoint of a run, or the very checkpoint `path` names, with its model and tokenizer."""
+    """The newest valid checkpoint of a run, or the checkpoint at `path`, with its model and tokenizer."""
     folder = RunFolder.named_by(path)
     config = stored_config(folder)
     if config is None or config.data.vocab_size is None:
@@ -39,7 +39,7 @@ def load_run(path: Path) -> LoadedRun:
     checkpoint = newest_valid(folder.checkpoints, warn=warnings.append) if is_run else open_checkpoint(path)
     if checkpoint is None:
         raise CheckpointError(
-            f"the run {path} has no valid checkpoint yet", fix="let it train until its first save (--save_every)"
+            f"the run {path} has no valid checkpoint yet", fix="train until its first save (--save_every)"
         )
     tokenizer = Tokenizer.load(folder.tokenizer) if folder.tokenizer.exists() else None
     vocab_size = tokenizer.vocab_size if tokenizer else config.data.vocab_size

@@ -1,6 +1,6 @@
-"""Text from a model: one token after another, each drawn from what the model says comes next.
+"""Text from a model: token by token, each sampled from the model's prediction.
 
-Knows how a token is chosen and what happens when a text outgrows the model's context.
+Knows how a token is sampled, and what happens when a text exceeds the model's context.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from drumline.model import GPT, KVCache
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """How tokens are chosen, and how many."""
+    """Sampling parameters."""
 
     temperature: float = 0.8
-    """Below 1 prefers the likelier tokens, above 1 evens them out; 0 always takes the likeliest."""
+    """Sampling temperature; 0: greedy."""
     top_k: int | None = None
-    """Choose among this many of the likeliest tokens only."""
+    """Sample from the k most likely tokens."""
     top_p: float | None = None
-    """Choose among the likeliest tokens that together reach this probability, after top_k."""
+    """Nucleus sampling: sample from the most likely tokens that together reach this probability, after top_k."""
     seed: int = 0
     """The same seed and prompt give the same text."""
     max_tokens: int = 200
-    """Stop after this many tokens, if the model has not ended the text itself."""
+    """Stop after this many tokens, unless the model ends the text earlier."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
             raise ConfigError(
                 f"temperature {self.temperature} is not a number of 0 or more",
-                fix="use --temperature 0 for the likeliest token, about 0.8 for livelier text",
+                fix="use --temperature 0 for greedy decoding, about 0.8 for more varied text",
             )
         if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k {self.top_k} leaves no token to choose", fix="use --top_k 1 or more")
+            raise ConfigError(f"top_k {self.top_k} leaves no tokens to sample from", fix="use --top_k 1 or more")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise ConfigError(f"top_p {self.top_p} is not a probability above 0", fix="use --top_p 0.9, or up to 1")
         if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens {self.max_tokens} asks for no text", fix="use --max_tokens 1 or more")
+            raise ConfigError(f"max_tokens {self.max_tokens} generates no text", fix="use --max_tokens 1 or more")
 
 
 def can_write(model: nn.Module) -> bool:
-    """Whether a model gives logits where it is given no targets: drumline's own, or one whose forward says so."""
+    """Whether a model returns logits without targets: drumline's own, or one whose forward signature says so."""
     parameters = inspect.signature(model.forward).parameters
     return isinstance(model, GPT) or ("targets" in parameters and parameters["targets"].default is None)
 
@@ -60,11 +60,11 @@ def generate(
     context: int | None = None,
     use_cache: bool = True,
 ) -> Iterator[int]:
-    """Yield the ids that follow the prompt as they are made, until `end_of_text` (not yielded) or `max_tokens`.
+    """Yield the generated ids one by one, until `end_of_text` (not yielded) or `max_tokens`.
 
-    An empty prompt starts from end_of_text, or from id 0. A prompt that outgrows the context keeps its end; a text that
-    does goes on from its last half context, so that the cache is filled anew only once in half a context. Without the
-    cache, which only a GPT has, every token is computed from the whole window again: the same text, slower.
+    An empty prompt starts from end_of_text, or from id 0. A prompt that exceeds the context keeps its end; a text that
+    does continues from its last half context, so that the cache is refilled once per half context. Without a cache,
+    which only a GPT has, every token is computed from the whole window again: the same text, but slower.
     """
     if isinstance(model, GPT):
         context = model.config.max_position_embeddings
@@ -94,7 +94,7 @@ def generate(
 
 @torch.inference_mode()
 def next_logits(model: nn.Module, ids: list[int], cache: KVCache | None) -> Tensor:
-    """What follows `ids`, and before them what the cache holds: float32 (V) on the CPU."""
+    """Logits for the next token after `ids` and what the cache holds: float32 (V) on the CPU."""
     input_ids = torch.tensor([ids], device=next(model.parameters()).device)
     if not isinstance(model, GPT):
         logits: Tensor = model(input_ids)[0]  # (1, T, V)
@@ -104,18 +104,18 @@ def next_logits(model: nn.Module, ids: list[int], cache: KVCache | None) -> Tens
 
 
 def choose(logits: Tensor, settings: SampleConfig, generator: torch.Generator) -> int:
-    """One id drawn from logits (V) under the settings."""
+    """Sample one id from logits (V)."""
     if settings.temperature == 0.0:
         return int(logits.argmax())
-    scores = logits / max(settings.temperature, 1e-6)  # a still smaller one is no different, but overflows
+    scores = logits / max(settings.temperature, 1e-6)  # a smaller one makes no difference, but overflows
     ids: Tensor | None = None
     if settings.top_k is not None or settings.top_p is not None:
         most = min(settings.top_k or len(scores), len(scores))
-        scores, ids = scores.topk(most)  # likeliest first
+        scores, ids = scores.topk(most)  # most likely first
     probabilities = scores.softmax(dim=0)
     if settings.top_p is not None:
         before = probabilities.cumsum(dim=0) - probabilities
-        # The likeliest token always stays, however small top_p is.
+        # The most likely token always stays, however small top_p is.
         probabilities = probabilities.masked_fill(before >= settings.top_p, 0.0)
     drawn = int(torch.multinomial(probabilities, 1, generator=generator))
     return drawn if ids is None else int(ids[drawn])

@@ -1,4 +1,4 @@
-"""What `model` and `optim` compute, by Triton on a GPU; loaded only there."""
+"""What `model` and `optim` compute, as Triton kernels for a GPU; loaded only there."""
 
 from typing import TYPE_CHECKING
 

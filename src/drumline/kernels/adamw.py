@@ -1,8 +1,8 @@
-"""AdamW as one Triton kernel for all weights of a group: each number is read once and written once.
+"""AdamW as one Triton kernel for all weights of a parameter group: each value is read once and written once.
 
-torch's fused AdamW computes the same, but writes the scaled gradient too and does not get all of the GPU's bandwidth.
-The state has torch's names and shapes, so a checkpoint does not tell which of them made it. Whether a step counts is
-read on the device, so that nothing waits for the host.
+torch's fused AdamW computes the same, but also writes the unscaled gradients and does not reach the GPU's full memory
+bandwidth. The state has torch's names and shapes, so checkpoints are interchangeable. Whether to skip a step is read
+on the device, so there is no synchronization with the host.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _BLOCK = 4096
 
 @triton.jit
 def _adamw_kernel(
-    table,  # int64 (6, blocks): addresses of a block's weights, gradients, means, squares and step; how many it has
-    divisor,  # float32: of the gradients
-    skipped,  # float32: above 0 where nothing is to change
+    table,  # int64 (6, blocks): addresses of a block's weights, gradients, both moments and step; its length
+    divisor,  # float32: divides the gradients
+    skipped,  # float32: above 0 to skip the update
     lr, eps, kept,
-    beta1, rest1, log1, beta2, rest2, log2,  # a beta, 1 less it, its binary logarithm
+    beta1, rest1, log1, beta2, rest2, log2,  # beta, 1 - beta, log2(beta)
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of at most BLOCK numbers."""
+    """One program: a block of at most BLOCK values."""
     block = table + tl.program_id(0)
     blocks = tl.num_programs(0)
     at = tl.arange(0, BLOCK)
@@ -43,7 +43,7 @@ def _adamw_kernel(
     g = tl.load(gradient, mask=inside, other=0.0) / tl.load(divisor)
     m = tl.load(mean, mask=inside, other=0.0) * beta1 + g * rest1
     v = tl.load(square, mask=inside, other=0.0) * beta2 + g * g * rest2
-    # One minus a power of a number near 1: in float32 most digits would be gone.
+    # 1 - x for x close to 1: float32 would lose most digits.
     rate = lr / (1.0 - tl.exp2(step * log1)).to(tl.float32)
     correction = tl.sqrt((1.0 - tl.exp2(step * log2)).to(tl.float32))
     w = tl.load(weight, mask=inside, other=0.0) * kept - rate * m / (tl.sqrt(v) / correction + eps)
@@ -57,12 +57,12 @@ class OnePassAdamW(torch.optim.AdamW):
     """torch's AdamW for contiguous float32 weights on one CUDA device."""
 
     found_inf: Tensor
-    """This and the next as torch's GradScaler sets them: above 0 where nothing is to change; gradients' divisor."""
+    """These two as torch's GradScaler sets them: above 0 to skip the update; divisor of the gradients."""
     grad_scale: Tensor | None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """One update of all weights that have a gradient; a closure is not called."""
+        """Update all weights that have a gradient; a closure is not called."""
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if weights:
@@ -101,13 +101,13 @@ def _log2(beta: float) -> float:
 
 @functools.lru_cache(maxsize=8)
 def _table(addresses: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """What the kernel needs to find its numbers, int64 (6, blocks). Kept: tensors stay where they are for many steps.
+    """Addresses for the kernel, int64 (6, blocks). Cached: tensors stay in place for many steps.
 
-    addresses: of n float32 tensors of these sizes each, the last of scalars
+    addresses: of n float32 tensors of these sizes each, the last ones scalars
     """
     counts = torch.tensor([triton.cdiv(size, _BLOCK) for size in sizes])
-    which = torch.repeat_interleave(torch.arange(len(sizes)), counts)  # tensor of each block
-    start = (torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]) * _BLOCK  # its place there
+    which = torch.repeat_interleave(torch.arange(len(sizes)), counts)  # each block's tensor
+    start = (torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]) * _BLOCK  # its offset there
     *whole, scalars = (torch.tensor(each)[which] for each in addresses)
     left = (torch.tensor(sizes)[which] - start).clamp(max=_BLOCK)
     table = torch.stack((*(each + 4 * start for each in whole), scalars, left))

@@ -1,8 +1,8 @@
-"""A Triton kernel that turns bf16 logits, in place, into the gradient of their cross entropy, and gives their losses.
+"""A Triton kernel that computes the cross entropy of bf16 logits and overwrites them with its gradient.
 
-For products in float8 it leaves the logits alone and writes the gradient in that format. A row is read from memory
-once (its second reading comes from the cache) and written once; all arithmetic is float32.
-Only linear_cross_entropy.py uses this, on CUDA; its plain version is what this must equal.
+For float8 matmuls it leaves the logits unchanged and writes the gradient in float8. A row is read from memory once
+(the second read hits the cache) and written once; all arithmetic is float32.
+Used only by linear_cross_entropy.py, on CUDA; its plain PyTorch version is the reference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _capped(x, softcap: tl.constexpr, FAST: tl.constexpr):
 def _summed_above(base, top, vocab: tl.constexpr, softcap: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of exp(logit - top) over a row."""
     offsets = tl.arange(0, BLOCK)
-    sums = tl.zeros((BLOCK,), dtype=tl.float32)  # added up across the row only once, at the end
+    sums = tl.zeros((BLOCK,), dtype=tl.float32)  # reduced across the block only once, at the end
     for start in range(0, vocab, BLOCK):
         columns = start + offsets
         x = tl.load(base + columns, mask=columns < vocab, other=-float("inf"), eviction_policy="evict_last")
@@ -50,10 +50,10 @@ def _cross_entropy_kernel(
     vocab: tl.constexpr,
     ignored: tl.constexpr,
     softcap: tl.constexpr,
-    scale: tl.constexpr,  # what the gradient is multiplied with
+    scale: tl.constexpr,  # multiplies the gradient
     GRADIENT: tl.constexpr,
     FLOAT8: tl.constexpr,
-    FAST: tl.constexpr,  # caps by an instruction that is off by up to 2^-11: as much as a bf16 logit
+    FAST: tl.constexpr,  # approximate tanh with an error of up to 2^-11, the precision of bf16 logits
     BLOCK: tl.constexpr,
 ):
     """One program: one row."""
@@ -67,10 +67,10 @@ def _cross_entropy_kernel(
         wanted = _capped(wanted, softcap, FAST)
     offsets = tl.arange(0, BLOCK)
     if softcap > 0.0:
-        top = softcap * 1.0  # no capped logit is above it
+        top = softcap * 1.0  # an upper bound of capped logits
         total = _summed_above(base, top, vocab, softcap, FAST, BLOCK)
     else:
-        # The highest of the first logits, for nearly always no other is so much higher that its power has no number.
+        # The maximum of the first block is enough: hardly ever is another logit so much higher that exp overflows.
         first = tl.load(base + offsets, mask=offsets < vocab, other=-float("inf"), eviction_policy="evict_last")
         top = tl.max(first.to(tl.float32))
         total = _summed_above(base, top, vocab, softcap, FAST, BLOCK)
@@ -83,7 +83,7 @@ def _cross_entropy_kernel(
             top = tl.max(tops)
             total = _summed_above(base, top, vocab, softcap, FAST, BLOCK)
     normaliser = top + tl.log(total)
-    # A target that is no token gives no number: whoever guards the loss will see it.
+    # A target outside the vocabulary gives NaN, which the loop's check of the loss will catch.
     loss = tl.where(known, normaliser - wanted, float("nan"))
     tl.store(losses + row, tl.where(target == ignored, 0.0, loss))
     if GRADIENT:
@@ -104,14 +104,14 @@ def _cross_entropy_kernel(
 
 
 def cross_entropy_in_place(logits: Tensor, targets: Tensor, *, ignored: int, softcap: float, gradient: bool) -> Tensor:
-    """Each row's loss, float32 (N); with `gradient`, bf16 logits (N, V) become the loss's gradient by them."""
+    """Each row's loss, float32 (N); with `gradient`, bf16 logits (N, V) are overwritten with their gradient."""
     return _losses(logits, None, targets, ignored=ignored, softcap=softcap, scale=1.0, gradient=gradient)
 
 
 def cross_entropy_to_float8(
     logits: Tensor, targets: Tensor, *, ignored: int, softcap: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Each row's loss, float32 (N), and `scale` times its gradient by the bf16 logits, e5m2 (N, V)."""
+    """Each row's loss, float32 (N), and `scale` times the gradient of the bf16 logits, e5m2 (N, V)."""
     float8 = torch.empty_like(logits, dtype=torch.float8_e5m2)
     return _losses(logits, float8, targets, ignored=ignored, softcap=softcap, scale=scale, gradient=True), float8
 
@@ -139,7 +139,7 @@ def _losses(
         scale=scale,
         GRADIENT=gradient,
         FLOAT8=float8 is not None,
-        FAST=logits.is_cuda and gradient,  # to judge a model takes exact arithmetic
+        FAST=logits.is_cuda and gradient,  # evaluation uses exact arithmetic
         BLOCK=min(4096, triton.next_power_of_2(vocab)),
         num_warps=8,
     )

@@ -1,9 +1,9 @@
-"""Forward and backward of a micro-batch as a CUDA graph: recorded once, then replayed.
+"""Forward and backward of a micro-batch as a CUDA graph: captured once, then replayed.
 
-Launched one by one, a step's hundreds of kernels keep the host busy for as long as a fast GPU needs to run them, and
-after each step, when the host has read the loss, the GPU waits until enough of the next are launched. A replay is one
-launch. It computes the same, on the same tensors: a batch is copied to where the recorded one lay. And it is launched
-before the loss of the step before it is read, so that the GPU does not wait at all.
+Launching a step's hundreds of kernels one by one keeps the host busy for as long as a fast GPU needs to run them, and
+after each step, when the host has read the loss, the GPU idles until enough kernels of the next one are launched. A
+replay is one launch. It computes the same on the same tensors: a batch is copied to where the captured one was. And it
+is launched before the previous step's loss is read, so that the GPU never idles.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from drumline.parallel import Plain, Stopwatch, Strategy
 from drumline.train import Backward, to_device
 
 WARM_UPS = 3
-"""Micro-batches of one shape before it is recorded: kernels are compiled and libraries set up at their first uses."""
+"""Micro-batches of one shape before capture: kernels are compiled and libraries initialized on first use."""
 _MOST_MEMORY = 0.6
-"""Of the GPU's. A recording keeps what it computes with, so that evaluating and the optimizer need room beside it; and
-a step that takes most of the memory is long enough for its launches."""
+"""Fraction of GPU memory. A graph keeps its memory, so evaluation and the optimizer need space besides it; and a step
+that uses most of the memory is long enough to hide its launches."""
 
 Shapes = tuple[tuple[int, ...] | None, ...]
 
 
 def with_graphs(backward: Backward, model: nn.Module, strategy: Strategy) -> Backward:
-    """The same by recorded micro-batches, where that can be done: one process, drumline's own model on CUDA.
+    """Replay captured micro-batches if possible: a single process, drumline's own model, CUDA.
 
-    What Python does in the forward of a model that somebody else wrote would not be done again.
+    Python code in the forward of a custom model would not run again during a replay.
     """
     ours = isinstance(model, GPT) and type(model) in (GPT, FusedGPT, Float8GPT) and not model.config.dropout
     precision = backward.precision
@@ -37,7 +37,7 @@ def with_graphs(backward: Backward, model: nn.Module, strategy: Strategy) -> Bac
 
 
 class RecordedBackward(Backward):
-    """Whatever is not recorded runs as it is."""
+    """Runs eagerly whatever is not captured."""
 
     runs_ahead = True
 
@@ -49,14 +49,14 @@ class RecordedBackward(Backward):
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the next micro-batch, if it has the shape of the last, is replayed."""
+        """Whether the next micro-batch, if it has the shape of the last one, will be replayed."""
         return self._recording is not None
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor | None, ...], watch: Stopwatch | None = None) -> Tensor:
         shapes = tuple(None if part is None else tuple(part.shape) for part in batch)
         if shapes != self._shapes:
             if self._recording is not None:
-                torch.cuda.synchronize()  # it may still be replayed
+                torch.cuda.synchronize()  # it may still be running
             self._shapes, self._times, self._recording = shapes, 0, None
         self._times += 1
         if self._recording is None and self._times > WARM_UPS and _worth_recording(model, batch):
@@ -65,7 +65,7 @@ class RecordedBackward(Backward):
 
 
 def _worth_recording(model: nn.Module, batch: tuple[Tensor | None, ...]) -> bool:
-    """Whether it can be: masks of documents depend on what the host reads, and no gradients may be there yet."""
+    """Whether it can be captured: document masks depend on values on the host, and there must be no gradients yet."""
     device = next(model.parameters()).device
     room = torch.cuda.get_device_properties(device).total_memory
     fits = torch.cuda.max_memory_allocated(device) < _MOST_MEMORY * room
@@ -73,22 +73,22 @@ def _worth_recording(model: nn.Module, batch: tuple[Tensor | None, ...]) -> bool
 
 
 class Recording:
-    """One micro-batch's forward and backward, with the tensors that they read and write."""
+    """Forward and backward of one micro-batch, with their input and output tensors."""
 
     def __init__(self, model: nn.Module, backward: Backward, batch: tuple[Tensor | None, ...]) -> None:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._batch: tuple[Tensor | None, ...] = to_device(batch, backward.precision.device)
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # what the first micro-batches left: a recording has memory of its own
+        torch.cuda.empty_cache()  # left by the first micro-batches: a graph has its own memory pool
         self._graph = torch.cuda.CUDAGraph()
-        # Beside this thread one of the saver's may be at work, whose calls are no part of this.
+        # The saver's thread may be working in parallel; its calls are not part of the graph.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._loss = backward.loss(model, self._batch)
             self._gradients = torch.autograd.grad(self._loss, self._parameters, allow_unused=True)
             self._loss = self._loss.detach().float()
 
     def replay(self, batch: tuple[Tensor | None, ...]) -> Tensor:
-        """As backward itself: gradients that are there already are added to."""
+        """Like backward itself: accumulates into existing gradients."""
         before = [p.grad.clone() for p in self._parameters if p.grad is not None]
         for there, new in zip(self._batch, batch, strict=True):
             if there is not None and new is not None:

@@ -1,6 +1,6 @@
-"""Triton kernels for what comes before the blocks: rows of tables, and embeddings smeared over the tokens after them.
+"""Triton kernels for what comes before the blocks: embedding lookup and smear.
 
-Beside each operation stands the plain PyTorch that it must equal. This module needs Triton: gpt.py sees to that.
+Each operation has a plain PyTorch reference next to it. This module needs Triton, which gpt.py checks.
 
 Shapes: B sequences of T tokens, V vocabulary, D width.
 """
@@ -26,7 +26,7 @@ def embedding_reference(ids: Tensor, table: Tensor) -> Tensor:
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
-    """As the reference; the gradient is added up by float32 atomics: fast, but not the same bits every time."""
+    """Like the reference; the gradient is summed with float32 atomics: fast, but not deterministic."""
     if torch.are_deterministic_algorithms_enabled():
         return embedding_reference(ids, table)
     result: Tensor = _Embedding.apply(ids, table)
@@ -60,12 +60,12 @@ class _Embedding(torch.autograd.Function):
 
 
 def smeared_reference(x: Tensor, weights: Tensor) -> Tensor:
-    """Each row and, times the weights, the one before it in its sequence: (B, T, D), (D) -> (B, T, D)."""
+    """Each row plus the previous one of its sequence times the weights: (B, T, D), (D) -> (B, T, D)."""
     return x + weights * one_before(x, None, last=None)
 
 
 def smeared(x: Tensor, weights: Tensor) -> Tensor:
-    """As the reference, for bf16 x and float32 weights."""
+    """Like the reference, for bf16 x and float32 weights."""
     result: Tensor = _Smeared.apply(x, weights)
     return result
 
@@ -88,7 +88,7 @@ def _smear_kernel(x, weights, out, rows, length, width: tl.constexpr, ROWS: tl.c
 def _smear_backward_kernel(
     gradient, x, weights, by_x, shares, rows, length, width: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One program: ROWS rows, and their share of the weights' gradient, float32 (programs, D)."""
+    """One program: ROWS rows, and their part of the weights' gradient, float32 (programs, D)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     at = row.to(tl.int64)[:, None] * width + column[None, :]

@@ -1,19 +1,19 @@
-"""Feed-forward and head in float8: all products, forward and backward, with operands stored as a Hopper GPU wants them.
+"""Feed-forward layers and output head in float8: all matmuls of forward and backward, with Hopper's operand layouts.
 
-Its float8 products read both operands along the dimension that is summed over, so what is summed over in two ways is
-stored in both orders, each written by the kernel that makes the numbers. Activations and weights are e4m3 (4 bits of
-range, 3 of mantissa), gradients e5m2. What products give is bf16.
+Hopper's float8 matmuls read both operands along the contracted dimension, so operands that are contracted along both
+dimensions are stored in both layouts, each written by the kernel that computes the values. Activations and weights are
+e4m3 (4 exponent bits, 3 mantissa bits), gradients e5m2. The results of matmuls are bf16.
 
-Scales. What a norm gives has a known range and is multiplied with NORMED_SCALE. A squared ReLU is stored as it is, at
-most 448. A weight is scaled by its largest magnitude, which changes with every step, so its copies are made anew each
-forward. Each layer measures its own gradient, for where the residual stream is small gradients are many times larger:
-its largest magnitude becomes GRADIENT_TOP, and the gradient before the activation, which keeps that scale, may be 900
-times larger before e5m2 ends. Whatever passes a format's end is stored as its largest number.
+Scales. Outputs of a norm have a known range and are multiplied by NORMED_SCALE. A squared ReLU is stored unscaled,
+clamped to 448. A weight is scaled by its absolute maximum, which changes with every step, so its copies are made in
+each forward. Each layer scales its own gradient, because gradients are many times larger where the residual stream is
+small: the absolute maximum becomes GRADIENT_TOP, and the gradient before the activation, which keeps that scale, may
+be 900 times larger before e5m2 saturates. Values beyond the range of a format are clamped to it.
 
-Beside each kernel stands the plain PyTorch that it must equal. That is what runs on a CPU, where no Triton is needed:
-it rounds to the same float8 numbers and computes in float32. It is for tests; gpt.py sees to the rest.
+Each kernel has a plain PyTorch reference next to it, which also runs on a CPU without Triton: it rounds to the same
+float8 values and computes in float32. It is for tests; gpt.py decides what runs.
 
-Shapes: N tokens, D width, F inner width, V vocabulary, R rows, C columns.
+Shapes: N tokens, D width, F hidden width, V vocabulary, R rows, C columns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ try:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     jit: Callable[..., Any] = triton.jit
-except ImportError:  # then nothing here is compiled or launched
+except ImportError:  # then no kernel is compiled or launched
 
     def jit(kernel: Any) -> Any:
         return kernel
@@ -39,26 +39,26 @@ except ImportError:  # then nothing here is compiled or launched
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NORMED_SCALE = 4.0
-"""A power of two. A row of D numbers with root mean square 1 has none above sqrt(D), and e4m3 ends at 4 x 112: that is
-room for widths up to 12544, or for a learned weight of 4 after the norm at a width of 768."""
+"""A power of two. A row of D values with an RMS of 1 has none above sqrt(D), and e4m3 ends at 4 x 112: that is enough
+for widths up to 12544, or for a learned norm weight of 4 at a width of 768."""
 GRADIENT_TOP = 64.0
 LOGIT_TOP = 1024.0
-"""What a logit's gradient, at most 1 a token, is multiplied with."""
+"""Scale of the gradient of the logits, which is at most 1 per token."""
 
 
 class Float8(NamedTuple):
-    """A matrix (R, C), scaled, in both orders."""
+    """A scaled matrix (R, C) in both layouts."""
 
     straight: Tensor
     """(R, C)"""
     turned: Tensor
     """(C, R), contiguous too."""
     inverse: Tensor
-    """One over the scale: float32 scalar."""
+    """1 / scale: float32 scalar."""
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest float8 numbers; what is too large becomes the largest."""
+    """Round to the nearest float8 value, clamped to the range."""
     top = torch.finfo(dtype).max
     return x.clamp(-top, top).to(dtype)
 
@@ -85,7 +85,7 @@ def _both_orders_kernel(
 
 
 def both_orders_by_kernel(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As the reference, for bf16: of a tile that was float32, Triton 3.6 writes other numbers in the other order."""
+    """Like the reference, for bf16: from a float32 tile, Triton 3.6 writes wrong values in the transposed layout."""
     assert x.dtype == torch.bfloat16
     x = x.contiguous()
     rows, columns = x.shape
@@ -104,7 +104,7 @@ def transposed_reference(x: Tensor) -> Tensor:
 
 @jit
 def _transpose_kernel(source, turned, rows, columns, SIDE: tl.constexpr):
-    """Of bytes. One program: a tile of SIDE x SIDE."""
+    """On bytes. One program: a tile of SIDE x SIDE."""
     row = (tl.program_id(1) * SIDE + tl.arange(0, SIDE)).to(tl.int64)
     column = (tl.program_id(0) * SIDE + tl.arange(0, SIDE)).to(tl.int64)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -113,7 +113,7 @@ def _transpose_kernel(source, turned, rows, columns, SIDE: tl.constexpr):
 
 
 def transposed_by_kernel(x: Tensor) -> Tensor:
-    """As the reference, for contiguous x."""
+    """Like the reference, for contiguous x."""
     rows, columns = x.shape
     turned = torch.empty(columns, rows, dtype=x.dtype, device=x.device)
     _transpose_kernel[(triton.cdiv(columns, 128), triton.cdiv(rows, 128))](
@@ -123,17 +123,17 @@ def transposed_by_kernel(x: Tensor) -> Tensor:
 
 
 def product_reference(a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor) -> Tensor:
-    """a b^T in bf16: float8 (M, K), float8 (N, K), each with one over its scale."""
+    """a b^T in bf16: float8 (M, K), float8 (N, K), each with 1 / scale."""
     return ((a.float() @ b.float().t()) * (a_inverse * b_inverse)).bfloat16()
 
 
 def product(
     a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, *, fast: bool, dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """As the reference, in another format if need be; all sizes must be multiples of 16.
+    """Like the reference, with another output dtype if needed; all sizes must be multiples of 16.
 
-    fast: add up in the GPU's shorter accumulator, with fewer bits than float32. Forward can do without; the products of
-          backward sum over all tokens, or over the whole vocabulary, where what is lost does not average out
+    fast: use the GPU's fast accumulator, which has fewer bits than float32. Enough for forward; matmuls in backward
+          contract over all tokens, or over the whole vocabulary, where the error does not average out
     """
     if not a.is_cuda:
         return product_reference(a, b, a_inverse, b_inverse).to(dtype)
@@ -167,7 +167,7 @@ def _relu2_product_kernel(
     BACKWARD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """As products' kernel. Both ways sum over the width alone, so it stays with the short accumulator."""
+    """Like the kernel in products. Both directions contract over the width only, so the fast accumulator is enough."""
     factor = tl.load(b_inverse)
     if not BACKWARD:
         factor *= tl.load(a_inverse)
@@ -199,7 +199,7 @@ def _relu2_product_kernel(
 def relu2_product_by_kernel(
     a: Tensor, b: Tensor, a_inverse: Tensor, b_inverse: Tensor, squared: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As the reference; M and K must be multiples of 16."""
+    """Like the reference; M and K must be multiples of 16."""
     m, n, k = 128, 256, 128
     rows, columns = a.size(0), b.size(0)
     dtype = E4M3 if squared is None else E5M2
@@ -233,16 +233,16 @@ def relu2_product(
 
 
 def float8_normed(x: Tensor) -> Float8:
-    """What a norm gave, (N, D), as e4m3."""
+    """The output of a norm, (N, D), as e4m3."""
     return Float8(*both_orders(x, scalar(NORMED_SCALE, x.device), E4M3), scalar(1.0 / NORMED_SCALE, x.device))
 
 
 @torch.no_grad()
 def float8_weights(weights: Sequence[Tensor]) -> list[Float8]:
-    """Matrices as e4m3, each with a scale of its own; all maxima are found at once, then each takes one launch."""
+    """Matrices as e4m3, each with its own scale; all maxima are computed at once, then one launch per matrix."""
     tops = torch.stack(torch._foreach_norm(list(weights), float("inf"))).float().clamp_min(1e-12)
     end = torch.finfo(E4M3).max
-    # cuBLAS wants its scales 16 bytes apart, and a kernel is compiled once more for pointers that are not.
+    # cuBLAS needs its scales 16-byte aligned, and a kernel would be compiled again for unaligned pointers.
     numbers = torch.stack((end / tops, tops / end), dim=1)[:, :, None].repeat(1, 1, 4)  # (weights, 2, 4)
     return [
         Float8(*both_orders(weight, each[0, 0], E4M3), each[1, 0])
@@ -251,20 +251,20 @@ def float8_weights(weights: Sequence[Tensor]) -> list[Float8]:
 
 
 def float8_gradient(gradient: Tensor) -> Float8:
-    """A gradient as e5m2, its largest magnitude at GRADIENT_TOP."""
-    # One that is not finite makes the scale 0 or no number, and so stays visible.
+    """A gradient as e5m2, with its absolute maximum at GRADIENT_TOP."""
+    # A gradient with NaN or Inf makes the scale 0 or NaN, and so remains detectable.
     top = torch.linalg.vector_norm(gradient, float("inf")).float().clamp_min(1e-30)
     return Float8(*both_orders(gradient, GRADIENT_TOP / top, E5M2), top / GRADIENT_TOP)
 
 
 @functools.cache
 def scalar(value: float, device: torch.device) -> Tensor:
-    """A float32 number on the device."""
+    """A float32 scalar on the device."""
     return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def relu2_mlp(x: Tensor, up: Tensor, down: Tensor, up8: Float8, down8: Float8) -> Tensor:
-    """As products.relu2_mlp_reference, for what a norm gave.
+    """Like products.relu2_mlp_reference, for the output of a norm.
 
     x: bf16 (N, D); up: float32 (F, D); down: float32 (D, F); up8, down8: this forward's float8 copies of them
     """

@@ -1,4 +1,4 @@
-"""Output matrix and cross entropy in float8, some rows at a time."""
+"""Output projection and cross entropy in float8, a chunk of rows at a time."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from drumline.model import IGNORED, by_parts, cross_entropy_in_place_reference, 
 def float8_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, softcap: float, rows_at_once: int
 ) -> Tensor:
-    """As model.linear_cross_entropy, with the products in float8.
+    """Like model.linear_cross_entropy, with float8 matmuls.
 
-    hidden: (..., D), what a norm gave; all sizes are multiples of 16
+    hidden: (..., D), the output of a norm; all sizes are multiples of 16
     """
     rows, wanted = hidden.flatten(0, -2), targets.flatten()  # (N, D), (N)
     parts = [slice(start, start + rows_at_once) for start in range(0, len(rows), rows_at_once)]
@@ -25,7 +25,7 @@ def float8_linear_cross_entropy(
 
 
 class _Float8LinearCrossEntropy(torch.autograd.Function):
-    """All three products in float8; the logits in between are bf16, and their gradient is e5m2."""
+    """All three matmuls in float8; the logits in between are bf16, and their gradient is e5m2."""
 
     @staticmethod
     def forward(
@@ -38,7 +38,7 @@ class _Float8LinearCrossEntropy(torch.autograd.Function):
             rows = f8.float8_normed(hidden[part])
             logits = f8.product(rows.straight, matrix.straight, rows.inverse, matrix.inverse, fast=True)  # (n, V)
             loss, gradient = _to_float8(logits, targets[part], softcap=softcap, scale=f8.LOGIT_TOP)
-            del logits  # makes room for the transposed gradient
+            del logits  # frees memory for the transposed gradient
             losses.append(loss.sum())
             by_hidden[part] = f8.product(gradient, matrix.turned, inverse, matrix.inverse, fast=False)
             share = f8.product(f8.transposed(gradient), rows.turned, inverse, rows.inverse, fast=False)
@@ -52,7 +52,7 @@ class _Float8LinearCrossEntropy(torch.autograd.Function):
 
 
 def _to_float8(logits: Tensor, targets: Tensor, *, softcap: float, scale: float) -> tuple[Tensor, Tensor]:
-    """Each row's loss, float32 (n), and `scale` times its gradient by the logits, e5m2 (n, V)."""
+    """Each row's loss, float32 (n), and `scale` times the gradient of the logits, e5m2 (n, V)."""
     if logits.is_cuda:
         from drumline.kernels.cross_entropy import cross_entropy_to_float8  # needs Triton
 
@@ -63,7 +63,7 @@ def _to_float8(logits: Tensor, targets: Tensor, *, softcap: float, scale: float)
 def cross_entropy_to_float8_reference(
     logits: Tensor, targets: Tensor, *, softcap: float, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """As cross_entropy_to_float8."""
+    """Like cross_entropy_to_float8."""
     values = logits.float()
     losses = cross_entropy_in_place_reference(values, targets, softcap=softcap, gradient=True)
     return losses, f8.rounded(values * scale, torch.float8_e5m2)

@@ -1,9 +1,9 @@
-"""FusedGPT: a GPT that trains through Triton's kernels where they fit, and is a plain GPT everywhere else.
+"""FusedGPT: a GPT that trains with Triton kernels where they apply, and is a plain GPT everywhere else.
 
-They fit a modern model (rotary positions, RMSNorm, normalised queries and keys, squared ReLU, no biases) without
-dropout and shared key/value heads, in bfloat16 on a Hopper GPU. Weights stay float32 parameters with the names that a
-GPT gives them, so optimizer, ranks and checkpoints see no difference; each forward casts them once. On such a GPU it is
-what drumline trains; `--fp8` means the same with feed-forward and head in float8 (fp8.py).
+They apply to a modern model (rotary positions, RMSNorm, QK norm, squared ReLU, no biases) without dropout and without
+grouped-query attention, in bfloat16 on a Hopper GPU. Weights remain float32 parameters with the same names as in a
+GPT, so optimizer, ranks and checkpoints see no difference; each forward casts them once. On such a GPU, drumline trains
+it by default; with `--fp8`, feed-forward layers and output head are float8 (fp8.py).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from drumline.parallel import is_hopper
 FUSED, _FLOAT8 = "drumline.kernels.gpt:FusedGPT", "drumline.kernels.gpt:Float8GPT"
 _TOKENS_MULTIPLE = 128
 _ROWS_AT_ONCE = 8192
-"""Of logits: what is kept for backward leaves room for more of them than a plain GPT's."""
+"""Rows of logits at once: fewer activations are kept for backward than in a plain GPT, so there is space for more."""
 
 
 class FusedGPT(GPT):
-    """GPT's function, names and weights."""
+    """The same function, names and weights as GPT."""
 
     fp8 = False
-    """Whether training computes feed-forward and head in float8, where the kernels fit; evaluation never does."""
+    """Whether training computes feed-forward and head in float8, where the kernels apply; evaluation never does."""
 
     def hidden(self, input_ids: Tensor, *, documents: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         fits_in = input_ids.size(1) <= self.config.max_position_embeddings and input_ids.numel() % _TOKENS_MULTIPLE == 0
@@ -60,24 +60,24 @@ class FusedGPT(GPT):
         return loss(hidden, self.head_weight, targets, softcap=self.config.softcap, rows_at_once=_ROWS_AT_ONCE)
 
     def is_fused(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether training on this device, with products in this format, runs through the kernels."""
+        """Whether training on this device with this autocast dtype uses the kernels."""
         return dtype == torch.bfloat16 and has_kernels(device) and fits(self.config)
 
 
 class Float8GPT(FusedGPT):
-    """What --fp8 trains."""
+    """The model for --fp8."""
 
     fp8 = True
 
 
 def _bf16(device: torch.device) -> bool:
-    """Whether products on this device are bfloat16 now."""
+    """Whether autocast to bfloat16 is active on this device."""
     return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.bfloat16
 
 
 @functools.cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether the kernels were made for a device, and can be compiled."""
+    """Whether the kernels support a device and can be compiled."""
     return is_hopper(device) and importlib.util.find_spec("triton") is not None
 
 
@@ -88,25 +88,25 @@ def fits(config: GPTConfig) -> bool:
 
 @functools.cache
 def misfits(config: GPTConfig) -> tuple[str, ...]:
-    """What a config has that the kernels do not compute: any option that they do not know is one too many."""
-    found = []
+    """What the kernels do not support in a config, including any option that they do not know."""
+    problems = []
     for option in fields(GPTConfig):
         value, fused = getattr(config, option.name), option.metadata.get("fused", option.default)
         if fused is not ANY and value != fused:
-            found.append(f"{option.name} {value} instead of {fused}")
+            problems.append(f"{option.name} {value} instead of {fused}")
     width = config.head_width
     if config.kv_heads != config.n_heads:
-        found.append(f"{config.kv_heads} key/value heads for {config.n_heads} heads")
+        problems.append(f"{config.kv_heads} key/value heads for {config.n_heads} heads")
     if not 16 <= width <= 256 or width & (width - 1):
-        found.append(f"heads {width} wide (d_model / n_heads), not 16, 32, 64, 128 or 256")
+        problems.append(f"heads {width} wide (d_model / n_heads), not 16, 32, 64, 128 or 256")
     for name, value, multiple in (("d_model", config.d_model, 64), ("d_ff", config.d_ff, 256)):
         if value % multiple:
-            found.append(f"{name} {value}, not a multiple of {multiple}")
-    return tuple(found)
+            problems.append(f"{name} {value}, not a multiple of {multiple}")
+    return tuple(problems)
 
 
 def check_fp8(config: TrainConfig, device: torch.device) -> None:
-    """Refuse --fp8 where a run could not keep to it. config: filled in"""
+    """Refuse --fp8 where a run could not use it. config: resolved"""
     if not config.run.fp8:
         return
     assert config.model.context is not None
@@ -114,31 +114,31 @@ def check_fp8(config: TrainConfig, device: torch.device) -> None:
     if config.model.model not in ("gpt", FUSED):
         problem, fix = f"is for drumline's own GPT, not for --model {config.model.model}", "use --model gpt"
     elif unfit:
-        problem = f"has no kernels for this model: {'; '.join(unfit)}"
-        fix = "use the shape and parts of --preset modern"
+        problem = f"does not support this model: {'; '.join(unfit)}"
+        fix = "use the model options of --preset modern"
     elif config.model.context % _TOKENS_MULTIPLE:
         problem = f"needs a context that is a multiple of {_TOKENS_MULTIPLE} tokens, not {config.model.context}"
         fix = f"choose another --context, as {-(-config.model.context // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE}"
     elif config.data.document_mask:
-        problem, fix = "has no kernels for attention within documents", "leave out --document_mask"
+        problem, fix = "does not support document masks", "drop --document_mask"
     elif config.ranks.bitwise:
-        problem, fix = "does not promise the same bits, as --bitwise does", "leave out --bitwise"
+        problem, fix = "is not bitwise reproducible, as --bitwise requires", "drop --bitwise"
     elif config.run.dtype not in ("auto", "bfloat16"):
-        problem, fix = f"computes the rest in bfloat16, not in {config.run.dtype}", "use --dtype bfloat16"
+        problem, fix = f"uses bfloat16 for everything else, not {config.run.dtype}", "use --dtype bfloat16"
     elif not is_hopper(device):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type}"
-        problem, fix = f"needs a Hopper GPU (H100, H200), and this run computes on {name}", "train on one"
+        problem, fix = f"needs a Hopper GPU (H100, H200), but this run uses {name}", "train on one"
     elif not has_kernels(device):
         problem, fix = "needs Triton, which is not installed", "pip install triton"
     else:
         return
-    raise ConfigError(f"--fp8 {problem}", fix=f"{fix}, or leave out --fp8")
+    raise ConfigError(f"--fp8 {problem}", fix=f"{fix}, or drop --fp8")
 
 
 def with_kernels(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """The config of the model to build: with --fp8 a Float8GPT, and a FusedGPT where there are kernels for it.
+    """The config of the model to build: a Float8GPT with --fp8, a FusedGPT where the kernels apply.
 
-    --bitwise keeps to the operations whose bits were compared.
+    --bitwise only uses operations that are known to be reproducible.
     """
     chosen = config.model.model
     if config.run.fp8:
@@ -149,12 +149,12 @@ def with_kernels(config: TrainConfig, device: torch.device) -> TrainConfig:
 
 
 def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:
-    """As GPT.hidden: int64 (B, T) -> bf16 (B, T, D).
+    """Like GPT.hidden: int64 (B, T) -> bf16 (B, T, D).
 
-    What a part adds to the residual stream is added in the norm that follows, which has to read the stream anyway. A
-    norm's learned weights are multiplied into the matrix that comes after it.
+    The output of each part is added to the residual stream by the norm that follows, which has to read it anyway.
+    Learned weights of a norm are multiplied into the matrix that follows it.
     """
-    from drumline.kernels.embedding import smeared  # needs Triton, as the next
+    from drumline.kernels.embedding import smeared  # needs Triton, like the next
     from drumline.kernels.ops import add_rms_norm, qkv
     from drumline.kernels.products import linear
 
@@ -204,7 +204,7 @@ def _feed_forwards(model: GPT, *, fp8: bool) -> list[Callable[[Tensor], Tensor]]
 
 
 def _after(norm: nn.Module, layer: nn.Linear) -> Tensor:
-    """A layer's matrix, with the learned weights of the norm before it in its columns."""
+    """A layer's matrix, with the learned weights of the preceding norm multiplied into its columns."""
     from drumline.kernels.ops import times_columns
 
     weight = _weight(norm)
@@ -212,6 +212,6 @@ def _after(norm: nn.Module, layer: nn.Linear) -> Tensor:
 
 
 def _weight(norm: nn.Module | None) -> Tensor | None:
-    """What a norm multiplies with, if it has learned weights."""
+    """The learned weights of a norm, if it has any."""
     assert isinstance(norm, RMSNorm)
     return norm.weight if norm.elementwise_affine else None

@@ -1,7 +1,7 @@
-"""Triton kernels for what Muon does beside its matrix products: one pass before them and one after.
+"""Triton kernels for the elementwise parts of Muon: one pass before its matmuls and one after.
 
-All matrices of one shape are taken by one launch, wherever they lie: a kernel is given their addresses. What decides
-whether a step counts is read on the device, so that nothing waits for the host. muon.py has the plain way.
+One launch handles all matrices of one shape: the kernel gets their addresses. Whether to skip a step is read on the
+device, so there is no synchronization with the host. muon.py has the plain PyTorch version.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _BLOCK = 4096
 
 @triton.jit
 def _look_ahead_kernel(
-    gradients,  # int64 (n): addresses of float32 matrices, as the next
+    gradients,  # int64 (n): addresses of float32 matrices, like the next
     momenta,  # int64 (n); the matrices are written
     ahead,  # bf16 (n, size), written
-    squares,  # float32 (n, blocks), written: sums of what is written, squared
-    updates,  # float32: how many there were before
-    divisor,  # float32: of the gradients
-    skipped,  # float32: above 0 where nothing is to change
+    squares,  # float32 (n, blocks), written: sums of squares of what is written
+    updates,  # float32: number of previous updates
+    divisor,  # float32: divides the gradients
+    skipped,  # float32: above 0 to skip the update
     first, last, growth, size, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK numbers of one matrix."""
+    """One program: BLOCK values of one matrix."""
     matrix = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -54,16 +54,16 @@ def muon_look_ahead(
     skipped: Tensor,
     momentum: tuple[float, float, int],
 ) -> Tensor:
-    """Advance the momenta; Nesterov's look ahead with singular values of at most 1, bf16 (n, rows, columns).
+    """Update the momenta; returns Nesterov momentum scaled to singular values of at most 1, bf16 (n, rows, columns).
 
-    momentum: at first, in the end, and the updates from one to the other
+    momentum: initial value, final value, and the number of updates in between
     """
     shape, device = gradients[0].shape, gradients[0].device
     size = shape.numel()
     ahead = torch.empty(len(gradients), *shape, dtype=torch.bfloat16, device=device)
     blocks = triton.cdiv(size, _BLOCK)
     squares = torch.empty(len(gradients), blocks, dtype=torch.float32, device=device)
-    straight = [gradient.contiguous() for gradient in gradients]  # held until the launch
+    straight = [gradient.contiguous() for gradient in gradients]  # kept alive until the launch
     _look_ahead_kernel[(blocks, len(gradients))](
         _addresses(straight), _addresses(momenta), ahead, squares, updates, divisor, skipped, *map(float, momentum),
         size, BLOCK=_BLOCK, num_warps=8,
@@ -76,7 +76,7 @@ def muon_look_ahead(
 
 @triton.jit
 def _normalise_kernel(ahead, squares, blocks, size, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """In place; one program: BLOCK numbers of one matrix."""
+    """In place; one program: BLOCK values of one matrix."""
     matrix = tl.program_id(1)
     number = tl.arange(0, BLOCKS)
     square = tl.sum(tl.load(squares + matrix * blocks + number, mask=number < blocks, other=0.0))
@@ -88,7 +88,7 @@ def _normalise_kernel(ahead, squares, blocks, size, BLOCK: tl.constexpr, BLOCKS:
 
 @triton.jit
 def _apply_kernel(matrices, directions, factors, skipped, rate, kept, size, columns, BLOCK: tl.constexpr):
-    """One program: BLOCK numbers of one matrix."""
+    """One program: BLOCK values of one matrix."""
     matrix = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
@@ -121,6 +121,6 @@ def _addresses(tensors: Sequence[Tensor]) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64 (n). Kept: tensors stay where they are for many steps, and copies hold up the device."""
-    held = torch.tensor(numbers)
-    return held.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else held
+    """int64 (n). Cached: tensors stay in place for many steps, and copies to the device cause stalls."""
+    on_host = torch.tensor(numbers)
+    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host

@@ -1,11 +1,11 @@
-"""Triton kernels for the parts of a modern block that are no matrix products, forward and backward.
+"""Triton kernels for the parts of a modern block other than matmuls, forward and backward.
 
-Each saves passes over memory, which is what such parts cost. Activations are bf16 in memory and float32 inside a
-kernel; a norm's learned weight is float32. Beside each operation stands the plain PyTorch that it must equal.
+Each fuses several passes over memory, which dominate the cost of such parts. Activations are bf16 in memory and float32
+inside a kernel; learned norm weights are float32. Each operation has a plain PyTorch reference next to it.
 
-This module needs Triton: gpt.py sees to that.
+This module needs Triton, which gpt.py checks.
 
-Shapes: N tokens (B sequences of T), D width, H heads, W width of a head.
+Shapes: N tokens (B sequences of T), D width, H heads, W head width.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch import Tensor
 from drumline.kernels.products import by_weight
 
 EPSILON = 1e-6
-# How many tokens a program of a kernel takes at once: few, so that it needs few registers and many run together.
+# Tokens per program: few, so that it needs few registers and many run concurrently.
 _NORM_ROWS = 4
 _TURN_ROWS, _TURN_TIMES = 16, 8
 _TILE_ROWS, _TILE_COLUMNS = 64, 128
 
 
 def add_rms_norm_reference(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(x + delta, that with its rows scaled to a root mean square of 1)."""
+    """(x + delta, RMSNorm of that)."""
     x = x if delta is None else x + delta
     return x, F.rms_norm(x.float(), (x.size(-1),), eps=EPSILON).type_as(x)
 
 
 def add_rms_norm(x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As the reference, for bf16 (N, D), bf16 (N, D) or None."""
+    """Like the reference, for bf16 (N, D), bf16 (N, D) or None."""
     result: tuple[Tensor, Tensor] = _AddRMSNorm.apply(x, delta)
     return result
 
@@ -52,7 +52,7 @@ def _add_rms_norm_kernel(
     value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
         value += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
-        value = value.to(tl.bfloat16).to(tl.float32)  # the norm is of what the residual stream really holds
+        value = value.to(tl.bfloat16).to(tl.float32)  # normalize what is actually stored in the residual stream
         tl.store(sums + at, value.to(tl.bfloat16), mask=inside)
     scale = tl.rsqrt(tl.sum(value * value, axis=1) / width + eps)
     tl.store(normed + at, (value * scale[:, None]).to(tl.bfloat16), mask=inside)
@@ -108,14 +108,14 @@ class _AddRMSNorm(torch.autograd.Function):
 
 
 def times_columns_reference(matrix: Tensor, factors: Tensor) -> Tensor:
-    """Each column by its factor: (R, C), (C) -> (R, C)."""
+    """Scale columns: (R, C), (C) -> (R, C)."""
     return matrix * factors
 
 
 def times_columns(matrix: Tensor, factors: Tensor) -> Tensor:
-    """As the reference, for float32: how the learned weights of a norm come into the product that follows it.
+    """Like the reference, for float32: multiplies the learned weights of a norm into the matrix that follows it.
 
-    They cost a pass over the matrix then, not one over all tokens.
+    This costs a pass over the matrix instead of a pass over all tokens.
     """
     result: Tensor = _TimesColumns.apply(matrix, factors)
     return result
@@ -125,7 +125,7 @@ def times_columns(matrix: Tensor, factors: Tensor) -> Tensor:
 def _times_columns_backward_kernel(
     gradient, matrix, factors, by_matrix, shares, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """One program: a tile of ROWS x COLUMNS, and its share of the factors' gradient, (row of tiles, C)."""
+    """One program: a tile of ROWS x COLUMNS, and its part of the scales' gradient, (row of tiles, C)."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     at = row.to(tl.int64)[:, None] * columns + column[None, :]
@@ -166,7 +166,7 @@ def qkv_reference(
     *,
     heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalised and turned queries and keys, and values with what is added to them.
+    """Queries and keys after QK norm and rotary embedding, and values plus value embeddings.
 
     (N, D), (3 D, D), 2 (W), (B, H, T, W), (2, T, W/2) -> 3 (B, H, T, W)
     """
@@ -190,7 +190,7 @@ def qkv(
     *,
     heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the reference, for bf16 x, float32 norms and rope: three views of one buffer. Norms of ones may be None."""
+    """Like the reference, for bf16 x, float32 norms and rope: views of one buffer. None: norms without weights."""
     norms = None if query_norm is None or key_norm is None else torch.stack((query_norm, key_norm))
     result: tuple[Tensor, Tensor, Tensor] = _QKV.apply(x, weight, norms, extra_values, rope.contiguous(), heads)
     return result
@@ -241,7 +241,7 @@ def _norm_turn_backward_kernel(
 ):  # fmt: skip
     """by_q, by_k, by_v: bf16 (N, H, W); qkv as the forward kernel left it; by_qkv: bf16 (N, 3, H, W), written.
 
-    One program: TIMES times ROWS tokens of one head and, if the norms learn, their share of the norms' gradient,
+    One program: TIMES times ROWS tokens of one head and, if the norms have weights, their part of the norms' gradient,
     float32 (.., 2 H, W).
     """
     slot = tl.program_id(0)  # 0 .. 3 H
@@ -273,7 +273,7 @@ def _norm_turn_backward_kernel(
             place = (row % length)[:, None] * half + column[None, :]
             c = tl.load(cos + place)
             s = tl.load(sin + place)
-            # Turn both back. What forward left is weight times unit vector, so the unit vector need not be kept too.
+            # Rotate both back. Forward left weight times unit vector, so the unit vector need not be stored too.
             h_first = g_first * c + g_second * s
             h_second = g_second * c - g_first * s
             u_first = t_first * c + t_second * s

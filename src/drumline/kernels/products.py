@@ -1,9 +1,9 @@
-"""Matrix products of a modern block: with the squared ReLU inside the product, and weights' gradients in float32.
+"""Matmuls of a modern block: with the squared ReLU fused into the matmul, and weight gradients in float32.
 
-Beside each operation stands the plain PyTorch that it must equal. This module needs Triton, and its squared ReLU a GPU
-with tensor memory access (Hopper): gpt.py sees to that.
+Each operation has a plain PyTorch reference next to it. This module needs Triton, and its squared ReLU a GPU with TMA
+(Hopper), which gpt.py checks.
 
-Shapes: N tokens, D width, F inner width.
+Shapes: N tokens, D width, F hidden width.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def relu2_mlp_reference(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def relu2_mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    """As the reference, for bf16 x: the inner product and the activation are one kernel each way."""
+    """Like the reference, for bf16 x: matmul and activation are one kernel in each direction."""
     result: Tensor = _Relu2MLP.apply(x, up, down)
     return result
 
@@ -42,7 +42,7 @@ def _relu2_product_kernel(
 ):  # fmt: skip
     """Forward: relu(a b^T)^2. Backward: (a b) * 2 sqrt(squared), the gradient before the activation.
 
-    A squared ReLU tells its own slope: 2 relu(h) = 2 sqrt(relu(h)^2). So h itself is never written.
+    The squared ReLU determines its own derivative, 2 relu(h) = 2 sqrt(relu(h)^2), so h itself is never stored.
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -93,7 +93,7 @@ class _Relu2MLP(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, up, down, squared = ctx.saved_tensors
         by_inner = torch.empty_like(squared)
-        # Smaller tiles than forward, two programs to a processor: one reads `squared` while the other multiplies.
+        # Smaller tiles than in forward, two programs per SM: one reads `squared` while the other multiplies.
         m, n, k = 128, 128, 64
         programs = 2 * processors(x.device)
         gradient = gradient.contiguous()
@@ -112,7 +112,7 @@ def linear_reference(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """As the reference; the gradient of a float32 weight never was bf16."""
+    """Like the reference; the gradient of a float32 weight is never rounded to bf16."""
     result: Tensor = _Linear.apply(x, weight)
     return result
 
@@ -131,7 +131,7 @@ class _Linear(torch.autograd.Function):
 
 
 def by_weight(gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient by the weight of a product, float32, written so by the product: bf16 (N, M), (N, K) -> (M, K)."""
+    """The weight gradient of a matmul, written directly in float32: bf16 (N, M), (N, K) -> (M, K)."""
     if not x.is_cuda:
         return gradient.t().float() @ x.float()
     product: Tensor = torch.mm(gradient.t(), x, out_dtype=torch.float32)
@@ -139,5 +139,5 @@ def by_weight(gradient: Tensor, x: Tensor) -> Tensor:
 
 
 def processors(device: torch.device) -> int:
-    """How many a GPU has."""
+    """Number of SMs of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

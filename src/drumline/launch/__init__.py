@@ -1,8 +1,8 @@
 """A drumline command -> the same run on many hosts: over SSH, under SLURM, in Kubernetes.
 
-ssh: starts, follows and ends it (hosts_file: which hosts; ssh_plan: what each runs; ssh_checks: whether they are fit;
-ssh_sessions: one ssh to each; remote_agent: what that starts there). slurm, kubernetes: a job's script or manifest.
-job_command: the command of a job's hosts.
+ssh: starts, follows and stops it (hosts_file: which hosts; ssh_plan: what each runs; ssh_checks: whether they are
+ready; ssh_sessions: one ssh per host; remote_agent: what ssh starts there). slurm, kubernetes: job script or manifest.
+job_command: the command that a job's hosts run.
 """
 
 from typing import TYPE_CHECKING

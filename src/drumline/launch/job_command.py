@@ -1,7 +1,7 @@
-"""What a job runs on each of its hosts: the user's drumline command, with what the launcher knows added to it.
+"""What a job runs on each of its hosts: the user's drumline command, plus flags that the launcher fills in.
 
-Training runs under drumline's own supervisor on every host: crashed or hung ranks are started again without the job
-noticing, and exit codes keep their meaning.
+Training runs under drumline's own supervisor on every host: crashed or hung ranks are restarted within the job, and
+exit codes keep their meaning.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _RANKS = ("nproc", "nnodes", "rdzv_endpoint")
 
 @dataclass(frozen=True, kw_only=True)
 class JobCommand:
-    """A drumline command and the hosts it is for."""
+    """A drumline command and the hosts to run it on."""
 
     words: tuple[str, ...]
-    """What stands behind `drumline`."""
+    """The arguments of `drumline`."""
     nodes: int
     gpus_per_node: int
     """0: hosts without GPUs, with one rank each unless the command has --nproc."""
@@ -35,27 +35,27 @@ class JobCommand:
     def __post_init__(self) -> None:
         if self.nodes < 1 or self.gpus_per_node < 0:
             raise ConfigError(
-                f"--nodes {self.nodes} --gpus_per_node {self.gpus_per_node} is no cluster",
+                f"--nodes {self.nodes} --gpus_per_node {self.gpus_per_node} is not a valid size",
                 fix="as in --nodes 2 --gpus_per_node 8; hosts without GPUs: --gpus_per_node 0",
             )
         if self.words[:1] not in [(name,) for name in _COMMANDS]:
-            given = f"{self.words[0]!r} cannot be run as a job" if self.words else "there is nothing to run"
+            given = f"{self.words[0]!r} cannot be run as a job" if self.words else "there is no command to run"
             raise ConfigError(given, fix=f"end with the command, as in -- train --run_dir ...: {', '.join(_COMMANDS)}")
         for word in self.words:
             if "\0" in word or not _is_text(word):
-                raise ConfigError(f"{word!r} is no text that a job could be given", fix="use UTF-8")
+                raise ConfigError(f"{word!r} is not valid UTF-8, which a job script needs", fix="use UTF-8")
         for name in _RANKS:
-            # Only hosts without GPUs leave open how many ranks there are.
+            # Only on hosts without GPUs is the number of ranks not fixed.
             if flag(self.words, name) is not None and (name, self.gpus_per_node) != ("nproc", 0):
                 raise ConfigError(
-                    f"--{name} is the launcher's to set, from --nodes {self.nodes} and "
+                    f"--{name} is set by the launcher, from --nodes {self.nodes} and "
                     f"--gpus_per_node {self.gpus_per_node}",
-                    fix=f"leave --{name} out",
+                    fix=f"drop --{name}",
                 )
         if self.is_training and not flag(self.words, "run_dir"):
             raise ConfigError(
-                "a job that is started again must find its run, and there is no --run_dir",
-                fix="add --run_dir with a folder that all hosts see, as in -- train --run_dir /shared/runs/big",
+                "a job needs --run_dir to find its run again after a requeue",
+                fix="add --run_dir with a folder that all hosts share, as in -- train --run_dir /shared/runs/big",
             )
 
     @property
@@ -68,14 +68,14 @@ class JobCommand:
 
     @property
     def ranks_per_node(self) -> int:
-        """Of a host with GPUs one for each; others have as many as the command says."""
+        """One per GPU; on hosts without GPUs, as many as the command says."""
         given = flag(self.words, "nproc") or ""
         return self.gpus_per_node or (max(1, int(given)) if given.isdecimal() else 1)
 
     def on_each_host(self, *, meet_at: str | None = None) -> list[str]:
-        """The words behind `drumline`, the same on every host.
+        """The arguments of `drumline`, the same on every host.
 
-        meet_at: HOST:PORT; None where hosts find each other through the run folder, or by what srun tells them
+        meet_at: HOST:PORT; None if hosts connect through the run folder, or by srun's variables
         """
         added: list[str] = []
         if self.words[0] in ("train", "bench") and flag(self.words, "nproc") is None:
@@ -95,9 +95,9 @@ def _is_text(word: str) -> bool:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write what a launcher made; never half of it."""
+    """Write a launcher's output file atomically."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_text(path, text)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", fix="name a file in another folder") from None
+        raise ConfigError(f"cannot write {path}: {error.strerror}", fix="choose another folder") from None

@@ -1,8 +1,8 @@
 """Kubernetes: the manifest of a run, one pod per host: an Indexed Job with a headless service, or a Kubeflow TrainJob.
 
-Every pod runs drumline's own supervisor; the first one's name is where they meet. A pod that was told to go, and saved,
-is replaced without being counted; a user's mistake and a lost run end the job, which would only fail again.
-A TrainJob's restarts are its runtime's to decide.
+Every pod runs drumline's own supervisor; the rendezvous is at the first pod's name. A pod that was evicted, and saved,
+is replaced without counting as a failure; a configuration error or a failed run ends the job, since a retry would fail
+again. The restarts of a TrainJob are up to its runtime.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from drumline.launch.job_command import JobCommand
 Kind = Literal["job", "trainjob"]
 
 _LONGEST_NAME = 52
-"""A host is called by the job's name and the pod's number, a pod by six letters more; 63 is the longest label."""
+"""A host name is the job's name plus the pod's index, a pod name has six more characters; labels end at 63."""
 _LONGEST_DEFAULT = 40
 _TRAINER_ROLE = "node"
-"""What Kubeflow's runtimes call the job, and the container in it, that trains."""
+"""The name of the replicated job, and of its container, in Kubeflow's training runtimes."""
 _LABEL = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE])?")
@@ -37,58 +37,58 @@ Tree = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class K8sConfig:
-    """What to ask Kubernetes for."""
+    """Resources of a Kubernetes job."""
 
     nodes: int
-    """Pods, each on a host of its own where it takes all GPUs."""
+    """Number of pods, one per host if each takes all of its GPUs."""
     gpus_per_node: int
-    """GPUs of each pod, with a rank for each. 0: none."""
+    """GPUs per pod, with one rank each. 0: no GPUs."""
     image: str
-    """A container image with drumline on its path."""
+    """Container image that has drumline installed."""
     name: str | None = None
-    """Of the job. Default: the run folder's name."""
+    """Job name. Default: the name of the run folder."""
     namespace: str | None = None
-    """Default: kubectl's."""
+    """Namespace. Default: kubectl's current one."""
     kind: Kind = "job"
-    """job: an Indexed Job with a headless service; trainjob: a TrainJob of Kubeflow Trainer, 2.3 or later."""
+    """job: an Indexed Job with a headless service; trainjob: a TrainJob for Kubeflow Trainer 2.3 or later."""
     claim: tuple[str, ...] = ()
-    """A PersistentVolumeClaim and where pods see it, as NAME:/mount; --run_dir must lie on one. May be repeated."""
+    """PersistentVolumeClaim and its mount path, as NAME:/mount; --run_dir must be on one. May be repeated."""
     shm: str = "16Gi"
-    """The most memory that /dev/shm may take."""
+    """Size limit of /dev/shm."""
     env: tuple[str, ...] = ()
-    """A variable for all pods, as NAME=VALUE. May be repeated."""
+    """Environment variable for all pods, as NAME=VALUE. May be repeated."""
     env_from_secret: tuple[str, ...] = ()
-    """A variable whose value is kept in a Secret, as NAME=SECRET or NAME=SECRET:KEY. May be repeated."""
+    """Environment variable from a Secret, as NAME=SECRET or NAME=SECRET:KEY. May be repeated."""
     max_restarts: int = 6
-    """How often pods that died of something unknown are replaced; a TrainJob leaves that to its runtime."""
+    """Number of times that crashed pods are replaced; with a TrainJob, its runtime decides."""
     grace_s: int = 300
-    """How many seconds a pod that must go may take to save."""
+    """Grace period in seconds for a pod to save before it is killed."""
 
     def __post_init__(self) -> None:
         longest = _LONGEST_NAME - (len(f"-{_TRAINER_ROLE}-0") if self.kind == "trainjob" else 0)
         if self.name is not None and (not _LABEL.fullmatch(self.name) or len(self.name) > longest):
             raise ConfigError(
-                f"--name {self.name!r} is no name for Kubernetes: small letters, digits and -, {longest} at most",
+                f"--name {self.name!r} is not a valid name: lowercase letters, digits and -, at most {longest}",
                 fix=f"as in --name {label_of(self.name)[:longest].rstrip('-')}",
             )
         if self.namespace is not None and not _NAME.fullmatch(self.namespace):
             raise ConfigError(
-                f"--namespace {self.namespace!r} cannot be one", fix=f"as in --namespace {label_of(self.namespace)}"
+                f"--namespace {self.namespace!r} is invalid", fix=f"as in --namespace {label_of(self.namespace)}"
             )
         if not _QUANTITY.fullmatch(self.shm):
-            raise ConfigError(f"--shm {self.shm!r} is no amount of memory", fix="as in --shm 16Gi")
+            raise ConfigError(f"--shm {self.shm!r} is not an amount of memory", fix="as in --shm 16Gi")
         if self.max_restarts < 0 or self.grace_s < 1:
             raise ConfigError(
-                f"--max_restarts {self.max_restarts} --grace_s {self.grace_s} cannot be",
+                f"--max_restarts {self.max_restarts} --grace_s {self.grace_s} is out of range",
                 fix="as in --max_restarts 6 --grace_s 300",
             )
         if not self.image or self.image.strip() != self.image:
-            raise ConfigError(f"--image {self.image!r} is no image", fix="as in --image ghcr.io/me/drumline:1.0")
+            raise ConfigError(f"--image {self.image!r} is not an image", fix="as in --image ghcr.io/me/drumline:1.0")
         self.mounts()
         self.variables()
 
     def mounts(self) -> list[tuple[str, str]]:
-        """Claims and where they are seen."""
+        """Claims and their mount paths."""
         pairs = [tuple(claim.split(":", 1)) for claim in self.claim]
         for claim, parts in zip(self.claim, pairs, strict=True):
             if len(parts) != 2 or not _NAME.fullmatch(parts[0]) or not parts[1].startswith("/"):
@@ -96,13 +96,13 @@ class K8sConfig:
         return [(parts[0], parts[1]) for parts in pairs]
 
     def variables(self) -> list[Tree]:
-        """The container's environment. A secret is named, its value never stands here."""
+        """The container's environment. Secrets are referenced by name, without their value."""
         variables: list[Tree] = []
         for entry in self.env:
             name, value = _parted(entry, "env", "NCCL_DEBUG=INFO")
             if is_secret(name):
                 raise ConfigError(
-                    f"--env {name}=... would write a secret into the manifest",
+                    f"--env {name}=... would write a secret to the manifest",
                     fix=f"write {name}=... to FILE, kubectl create secret generic drumline --from-env-file FILE, and "
                     f"--env_from_secret {name}=drumline",
                 )
@@ -115,7 +115,7 @@ class K8sConfig:
 
 
 class K8sJob:
-    """A drumline command as what kubectl creates."""
+    """A drumline command as Kubernetes objects."""
 
     def __init__(self, words: Sequence[str], config: K8sConfig) -> None:
         self.command = JobCommand(words=tuple(words), nodes=config.nodes, gpus_per_node=config.gpus_per_node)
@@ -124,7 +124,7 @@ class K8sJob:
         self.name = config.name or label_of(run)[:_LONGEST_DEFAULT].rstrip("-")
         if words[0] == "bench" and config.nodes > 1:
             raise ConfigError(
-                f"bench measures one host here, and --nodes is {config.nodes}",
+                f"bench runs on one host here, but --nodes is {config.nodes}",
                 fix="use --nodes 1, or drumline launch slurm",
             )
         self._check_run_dir()
@@ -136,31 +136,30 @@ class K8sJob:
         if not any(where.is_relative_to(mount) for _, mount in self.config.mounts()):
             mount = where.parent if where.is_absolute() else PurePosixPath("/runs")
             raise ConfigError(
-                f"--run_dir {run_dir} lies on no --claim: what is saved there is lost with its pod",
-                fix=f"add --claim NAME:{mount}, a PersistentVolumeClaim that all pods may write, and give "
+                f"--run_dir {run_dir} is not on a --claim: its files would be lost with the pod",
+                fix=f"add --claim NAME:{mount}, a PersistentVolumeClaim that all pods can write to, and use "
                 f"--run_dir {mount / where.name}",
             )
 
     @property
     def meet_at(self) -> str:
-        """HOST:PORT where the pods meet."""
+        """HOST:PORT of the rendezvous."""
         if self.config.kind == "trainjob":
-            # The runtime sets variables with the first host's name, and Kubernetes puts them into the command.
+            # The runtime sets a variable with the first host's name, which Kubernetes expands in the command.
             return "$(PET_MASTER_ADDR):$(PET_MASTER_PORT)"
         return f"{self.name}-0.{self.name}:{RENDEZVOUS_PORT}"
 
     def text(self) -> str:
         """The manifest, ready for kubectl apply.
 
-        As JSON, which every YAML reader takes too: no word of the command, say 3e-4 or no, can be read as anything
-        but text.
+        As JSON, which is also YAML: no argument, say 3e-4 or no, can be misread as anything but a string.
         """
         documents = self.documents()
         one = documents[0] if len(documents) == 1 else {"apiVersion": "v1", "kind": "List", "items": documents}
         return json.dumps(one, indent=2, ensure_ascii=False) + "\n"
 
     def documents(self) -> list[Tree]:
-        """What is to be created, in this order."""
+        """The objects to create, in order."""
         return [self._train_job()] if self.config.kind == "trainjob" else [self._service(), self._job()]
 
     def _metadata(self) -> Tree:
@@ -173,7 +172,7 @@ class K8sJob:
     def _service(self) -> Tree:
         spec = {
             "clusterIP": "None",
-            "publishNotReadyAddresses": True,  # pods look for each other as soon as they start
+            "publishNotReadyAddresses": True,  # pods must resolve each other before they are ready
             "selector": self._labels(),
             "ports": [{"name": "meeting", "port": RENDEZVOUS_PORT}],
         }
@@ -236,7 +235,7 @@ class K8sJob:
         return {"limits": {"nvidia.com/gpu": str(self.command.gpus_per_node)}}
 
     def _volume_mounts(self) -> list[Tree]:
-        # Ranks talk and keep snapshots in /dev/shm, which has 64 MB by default.
+        # Shared memory for NCCL and snapshots; the default of /dev/shm is 64 MB.
         places = [(_MEMORY, "/dev/shm")]
         places += [(f"claim-{number}", mount) for number, (_, mount) in enumerate(self.config.mounts())]
         return [{"name": name, "mountPath": mount} for name, mount in places]
@@ -250,7 +249,7 @@ class K8sJob:
 
 
 def _rules() -> list[Tree]:
-    """How a pod's end is taken; the first rule that fits. What fits none counts against max_restarts."""
+    """How to handle a pod's exit; the first matching rule applies. Everything else counts against max_restarts."""
 
     def codes(action: str, *values: int) -> Tree:
         return {"action": action, "onExitCodes": {"containerName": "drumline", "operator": "In", "values": [*values]}}
@@ -266,16 +265,16 @@ def _parted(entry: str, flag: str, example: str) -> tuple[str, str]:
     name, equals, value = entry.partition("=")
     if not equals or not _VARIABLE.fullmatch(name) or (flag == "env_from_secret" and not value.strip(":")):
         shown = name if equals else entry
-        raise ConfigError(f"--{flag} {shown!r} does not begin with NAME=", fix=f"as in --{flag} {example}")
+        raise ConfigError(f"--{flag} {shown!r} does not start with NAME=", fix=f"as in --{flag} {example}")
     return name, value
 
 
 def _literal(text: str) -> str:
-    """A word that Kubernetes leaves as it is: it would put variables in place of $(NAME)."""
+    """Escape an argument: Kubernetes would expand $(NAME)."""
     return text.replace("$", "$$")
 
 
 def label_of(text: str) -> str:
-    """The nearest name that Kubernetes takes."""
+    """The closest valid Kubernetes name."""
     label = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     return label if label[:1].isalpha() else f"run-{label}".rstrip("-")

@@ -1,10 +1,10 @@
-"""What `drumline launch` starts on each host: one command, which ends when the launcher wants it or is gone.
+"""What `drumline launch` starts on each host: one command, which stops when the launcher says so or is gone.
 
-It is told what to run in one line of JSON on stdin, so that nothing of it, secrets least of all, stands in a command
-line or a log. Then a line TERM asks the command to stop, KILL ends it, and any other is a sign of life. When stdin
-closes, or stays silent too long because the connection is cut, the command is asked to stop. It answers with lines on
-stdout that begin with MARK, the last one with the exit code and the last error that the command told; all else there
-and on stderr is the command's. No torch here: it must be quick.
+The command is sent as one line of JSON on stdin, so that none of it, secrets in particular, shows up in a command line
+or a log. After that, a line TERM asks the command to stop, KILL kills it, and any other line is a heartbeat. If stdin
+closes, or is silent for too long because the connection broke, the command is asked to stop. Replies are lines on
+stdout that start with MARK; the last one has the exit code and the last error that the command reported. All other
+output is the command's own. No torch here: it must start fast.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from drumline.files import EVENTS
 from drumline.signals import counting
 
 MARK = "\x1edrumline "
-"""Begins a line that is for the launcher."""
+"""Start of a line that is meant for the launcher."""
 _POLL_S, _TIDY_S, _SAVE_S = 0.1, 5.0, 660.0
-"""How long what the command left behind may take to end; and the command, once asked, to save and stop."""
+"""How long leftover processes may take to exit; and how long the command may take to save and stop."""
 _CHECKOUT = Path(drumline.__file__).parents[2]
-"""Where drumline was installed from, unless that was something else than a checkout."""
+"""The checkout that drumline was installed from; empty if it was not installed from one."""
 _TRIES = 3
 _SUBREAPER = 36
 
 
 def main() -> int:
-    """Do as the line on stdin says; gives the command's exit code."""
+    """Run the command given on stdin, and return its exit code."""
     first, _, rest = _first_line().partition(b"\n")
     if not first:
-        return EXIT_INTERRUPTED  # the launcher was gone before it could say anything
+        return EXIT_INTERRUPTED  # the launcher was gone before it sent a command
     order = json.loads(first)
     if "meeting_host" in order:
         answer(facts(order["cwd"], order["meeting_host"]))
@@ -66,7 +66,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def _events_file() -> Iterator[str]:
-    """A file for the command's events; empty if there is no room for one, which is no reason not to run."""
+    """A file for the command's events; empty if there is no space for one, which is no reason not to run."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="drumline-agent-", ignore_cleanup_errors=True)
         events = Path(folder.name) / "events"
@@ -79,18 +79,18 @@ def _events_file() -> Iterator[str]:
 
 
 def _last_error(events: str) -> dict[str, Any] | None:
-    """The last error that the command told people, and how many seconds ago."""
+    """The last error that the command reported, and how many seconds ago."""
     error = None
     with contextlib.suppress(OSError):
         for line in Path(events or os.devnull).read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):  # the end of one that a full disk cut short
+            with contextlib.suppress(ValueError):  # a line that a full disk cut off
                 event = json.loads(line)
                 error = event if event["event"] == "error" else error
     return error and {**error, "ago_s": time.time() - error["time"]}
 
 
 def _run(order: dict[str, Any], rest: bytes, asked: list[int], events: str) -> int:
-    """Start the command and see it to its end."""
+    """Start the command and wait for it to exit."""
     os.environ |= {**order["environ"], EVENTS: events}
     try:
         process = subprocess.Popen(
@@ -106,7 +106,7 @@ def _run(order: dict[str, Any], rest: bytes, asked: list[int], events: str) -> i
         tell(
             DrumlineError(
                 f"cannot start {order['argv'][0]} in {order['cwd']}: {error.strerror}",
-                fix="give a --python and a --workdir that are there on every host",
+                fix="give a --python and a --workdir that exist on every host",
             )
         )
         return EXIT_USER
@@ -114,7 +114,7 @@ def _run(order: dict[str, Any], rest: bytes, asked: list[int], events: str) -> i
 
 
 def facts(cwd: str, meeting_host: str) -> dict[str, Any]:
-    """What can keep a run from starting here."""
+    """Facts about this host that may prevent a run."""
     try:
         addresses = socket.getaddrinfo(meeting_host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -132,11 +132,11 @@ def facts(cwd: str, meeting_host: str) -> dict[str, Any]:
 
 
 def watch(process: subprocess.Popen[bytes], asked: list[int], heard: bytes, *, silent_s: float) -> int:
-    """Until the command has ended, and all that it started; gives its exit code, as a shell does.
+    """Wait until the command and everything it started have exited; returns its exit code, as a shell would.
 
-    asked:    filled by signals
-    heard:    what came on stdin already
-    silent_s: how long the launcher may say nothing
+    asked:    filled by signal handlers
+    heard:    what was already read from stdin
+    silent_s: how long the launcher may be silent
     """
     heard_s, deadline_s, patience_s = time.monotonic(), float("inf"), _TIDY_S
     listening = True
@@ -148,7 +148,7 @@ def watch(process: subprocess.Popen[bytes], asked: list[int], heard: bytes, *, s
         *lines, heard = heard.split(b"\n")
         gone = not listening or time.monotonic() - heard_s > silent_s
         if deadline_s == float("inf") and (asked or gone or b"TERM" in lines):
-            process.terminate()  # once: a second signal would end it without saving
+            process.terminate()  # only once: a second signal would stop it without saving
             deadline_s = time.monotonic() + _SAVE_S
         if b"KILL" in lines or time.monotonic() > deadline_s:
             os.killpg(process.pid, signal.SIGKILL)
@@ -159,16 +159,16 @@ def watch(process: subprocess.Popen[bytes], asked: list[int], heard: bytes, *, s
 
 
 def answer(what: dict[str, Any]) -> None:
-    """Tell the launcher, if it is still there."""
+    """Send a reply to the launcher, if it is still there."""
     try:
         sys.stdout.write(f"{MARK}{json.dumps(what)}\n")
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python's last try to write it would fail aloud
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python's final flush would print an error
 
 
 def _first_line() -> bytes:
-    """Read without a buffer of Python's, in which `select` would not see what follows."""
+    """Read without Python's buffering, which would hide data from `select`."""
     got = b""
     while b"\n" not in got and (chunk := os.read(0, 65536)):
         got += chunk
@@ -183,16 +183,16 @@ def _version(package: str) -> str:
 
 
 def _adopt_orphans() -> None:
-    """Whatever the command leaves behind becomes a child of this process, which sees to its end."""
+    """Become the subreaper: orphans of the command become children of this process, which waits for them."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, 1, 0, 0, 0)
 
 
 def _end_the_rest(patience_s: float) -> None:
-    """End what the command left behind; what only tidies up after it is given a moment."""
+    """Kill what the command left behind, after a moment for cleanup."""
     me = psutil.Process()
     _, left = psutil.wait_procs(me.children(recursive=True), timeout=patience_s)
-    for _ in range(_TRIES):  # those killed may have had children of their own
+    for _ in range(_TRIES):  # killed processes may have had children of their own
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()

@@ -1,8 +1,8 @@
-"""A SLURM job that comes back: an sbatch script whose run saves and is queued again before its time is up.
+"""A SLURM job that requeues itself: an sbatch script whose run saves and is requeued before its time limit.
 
-SLURM warns the job's steps, not the script itself: ahead of the time limit with SIGUSR1, at a preemption with SIGTERM.
-Either reaches every process of a step. drumline saves and ends with 75, the script has the job queued again, and the
-same command goes on from the run folder. A job that is cancelled takes its script along: nothing brings it back.
+SLURM signals the job's steps, not the script: SIGUSR1 before the time limit, SIGTERM at preemption. Both reach every
+process of a step. drumline saves and exits with 75, the script requeues the job, and the same command resumes from the
+run folder. Cancelling a job ends the script too, so it is not requeued.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]*")
 _LONGEST_WARNING_S = 65535
 _LAST_HOST_S = 600
-"""How long the other hosts may still save when the first one has ended; a host that waits in vain is ended then."""
+"""How long the other hosts may take to save after the first one has exited; after that, they are killed."""
 _KILLED_EARLY = (128 + 10, 128 + 15)
-"""srun's exit codes for tasks that SIGUSR1 or SIGTERM ended before drumline could listen."""
+"""srun's exit codes for tasks that SIGUSR1 or SIGTERM killed before drumline had installed its handlers."""
 
 _AFTER_TRAINING = """\
 code=$?
 case $code in
-{stopped})  # stopped by a signal: the time is nearly up, or the nodes are wanted for another job
+{stopped})  # stopped by a signal: the time limit is near, or the job is preempted
     if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_requeues} ]; then
-        echo "drumline: stopped (exit code $code); job $SLURM_JOB_ID is queued again and will go on"
-        scontrol requeue "$SLURM_JOB_ID" && exit $code  # if it lives so long: this ends the script as well
+        echo "drumline: stopped (exit code $code); job $SLURM_JOB_ID is requeued and will resume"
+        scontrol requeue "$SLURM_JOB_ID" && exit $code  # requeueing may kill this script before it gets to exit
     fi
-    echo "drumline: stopped (exit code $code) after ${{SLURM_RESTART_COUNT:-0}} restarts; to go on: sbatch" {script} ;;
-{failed}) echo "drumline: the run failed, see" {status} "; to go on: sbatch" {script} ;;
+    echo "drumline: stopped (exit code $code) after ${{SLURM_RESTART_COUNT:-0}} restarts; to resume: sbatch" {script} ;;
+{failed}) echo "drumline: the run failed, see" {status} "; to resume: sbatch" {script} ;;
 esac
 exit $code
 """
@@ -49,59 +49,59 @@ exit $code
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmConfig:
-    """What to ask SLURM for."""
+    """Resources and limits of a SLURM job."""
 
     nodes: int
-    """Hosts."""
+    """Number of hosts."""
     gpus_per_node: int
-    """GPUs on each, with a rank for each. 0: hosts without GPUs."""
+    """GPUs per host, with one rank each. 0: hosts without GPUs."""
     time: str | None = None
-    """The job's time limit, as SLURM writes it: 24:00:00. Default: the partition's."""
+    """Time limit, as in sbatch: 24:00:00. Default: the partition's."""
     partition: str | None = None
-    """SLURM's partition. Default: the cluster's."""
+    """Partition. Default: the cluster's."""
     account: str | None = None
-    """Who pays for it, where SLURM asks."""
+    """Account to charge."""
     cpus_per_task: int | None = None
-    """CPUs on each host, for all its ranks together. Default: what the cluster gives a task or a GPU."""
+    """CPUs per host, shared by its ranks. Default: the cluster's setting."""
     job_name: str | None = None
-    """Default: the run folder's name."""
+    """Job name. Default: the name of the run folder."""
     warn_s: int = 120
-    """How many seconds before the time limit the run is told to save."""
+    """Seconds before the time limit at which the run saves and stops."""
     max_requeues: int = 100
-    """How often the job may start again before it is left as it is."""
+    """Number of times that the job may be requeued."""
 
     def __post_init__(self) -> None:
         if self.job_name is not None and not _NAME.fullmatch(self.job_name):
             raise ConfigError(
-                f"--job_name {self.job_name!r} would not do for a file",
+                f"--job_name {self.job_name!r} cannot be used as a file name",
                 fix=f"as in --job_name {_name_of(self.job_name)}",
             )
         if self.cpus_per_task is not None and self.cpus_per_task < 1:
             raise ConfigError(
-                f"--cpus_per_task {self.cpus_per_task} is no number of CPUs", fix="as in --cpus_per_task 64"
+                f"--cpus_per_task {self.cpus_per_task} is not a number of CPUs", fix="as in --cpus_per_task 64"
             )
         if not 0 <= self.warn_s <= _LONGEST_WARNING_S:
             raise ConfigError(
-                f"--warn_s {self.warn_s} is not from 0 to {_LONGEST_WARNING_S:,}, as SLURM wants it",
+                f"--warn_s {self.warn_s} is not between 0 and {_LONGEST_WARNING_S:,}, SLURM's limits",
                 fix="as in --warn_s 120",
             )
         if self.max_requeues < 0:
             raise ConfigError(f"--max_requeues {self.max_requeues} is below 0", fix="as in --max_requeues 100")
         if seconds_of(self.time) <= self.warn_s:
             raise ConfigError(
-                f"--time {self.time} is {seconds_of(self.time):,.0f} s: the warning {self.warn_s} s ahead of its end "
+                f"--time {self.time} is {seconds_of(self.time):,.0f} s: stopping {self.warn_s} s before its end "
                 "leaves no time to train",
-                fix="raise --time, or lower --warn_s to what saving takes",
+                fix="raise --time, or lower --warn_s to the time that saving takes",
             )
 
 
 class SlurmJob:
-    """A drumline command as a job for sbatch."""
+    """A drumline command as an sbatch job."""
 
     def __init__(
         self, words: Sequence[str], config: SlurmConfig, *, script: Path | None = None, more: Sequence[str] = ()
     ) -> None:
-        """script: where the sbatch script lies; None: beside the run folder. more: options for sbatch"""
+        """script: path of the sbatch script; None: next to the run folder. more: extra options for sbatch"""
         self.command = JobCommand(words=tuple(words), nodes=config.nodes, gpus_per_node=config.gpus_per_node)
         self.config = config
         run_dir = Path(self.command.run_dir).absolute() if self.command.run_dir else None
@@ -110,7 +110,7 @@ class SlurmJob:
         self.script = (script or beside / f"{self.name}.sbatch").absolute()
         for option in more:
             if not option.startswith("-") or not option.isprintable():
-                raise ConfigError(f"--sbatch {option!r} is no option of sbatch", fix="as in --sbatch=--constraint=h100")
+                raise ConfigError(f"--sbatch {option!r} is no sbatch option", fix="as in --sbatch=--constraint=h100")
         self._more = tuple(more)
 
     def text(self) -> str:
@@ -131,11 +131,11 @@ class SlurmJob:
 
     @property
     def submission(self) -> list[str]:
-        """The command line that hands the script to SLURM."""
+        """The sbatch command line."""
         return ["sbatch", "--parsable", str(self.script)]
 
     def output(self, number: str) -> Path:
-        """Where a job of this number writes."""
+        """The log file of a job."""
         return self.script.parent / f"{self.name}-{number}.out"
 
     def _options(self) -> list[str]:
@@ -149,7 +149,7 @@ class SlurmJob:
             "time": config.time,
             "partition": config.partition,
             "account": config.account,
-            "chdir": str(Path.cwd()),  # the run folder, and other paths, may be relative to it
+            "chdir": str(Path.cwd()),  # the run folder and other paths may be relative
             "output": str(self.output("")).replace("%", "%%").removesuffix(".out") + "%j.out",
             "open-mode": "append",
         }
@@ -159,7 +159,7 @@ class SlurmJob:
 
     @property
     def _tasks_per_node(self) -> int:
-        """One, which starts the host's ranks; `bench` on several hosts has no supervisor, and srun starts its ranks."""
+        """One, which starts the host's ranks; with `bench` on several hosts, srun starts the ranks itself."""
         several = self.command.words[0] == "bench" and self.command.nodes > 1
         return max(1, self.command.gpus_per_node) if several else 1
 
@@ -168,39 +168,39 @@ class SlurmJob:
         return [f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(({share} > 0 ? {share} : 1))}}"']
 
     def argv(self) -> list[str]:
-        """The command line that starts drumline on all hosts."""
-        # A task is bound to no CPU of its own: its ranks share all that the job has on the host.
+        """The srun command line that starts drumline on all hosts."""
+        # No CPU binding: the ranks of a task share all CPUs that the job has on the host.
         srun = ["srun", f"--wait={_LAST_HOST_S}", "--cpu-bind=none"]
         if self.config.cpus_per_task:
-            srun.append(f"--cpus-per-task={self.config.cpus_per_task}")  # srun does not take it from sbatch
+            srun.append(f"--cpus-per-task={self.config.cpus_per_task}")  # srun does not inherit it from sbatch
         if self._tasks_per_node > 1 or self.command.words[0] == "doctor":
-            # Ranks, or hosts to be checked: by srun's variables they find each other.
+            # Ranks, or hosts to check: they connect through srun's variables.
             return [*srun, sys.executable, "-m", "drumline", *self.command.words]
-        # By these variables a task of several would take itself for a rank; it starts the ranks.
+        # With these variables, the task would think that it is a rank; it starts the ranks instead.
         not_a_rank = ["env", "--unset=SLURM_PROCID", "--unset=SLURM_STEP_NUM_TASKS"]
         return [*srun, *not_a_rank, sys.executable, "-m", "drumline", *self.command.on_each_host()]
 
 
 def seconds_of(time: str | None) -> float:
-    """A time limit as SLURM writes it, from 90 (minutes) to 1-12:00:00; none at all is for ever."""
+    """A SLURM time limit, from 90 (minutes) to 1-12:00:00, in seconds; infinite if there is none."""
     if time is None or time.upper() in ("INFINITE", "UNLIMITED"):
         return math.inf
     match = _TIME.fullmatch(time)
     if match is None:
         raise ConfigError(
-            f"--time {time!r} is no time limit",
+            f"--time {time!r} is not a time limit",
             fix="as in --time 24:00:00 (hours), 90 (minutes) or 3-12 (days and hours)",
         )
     parts = [int(part) for part in match["parts"].split(":")]
-    # 90 and 90:00 begin with minutes, 1:30:00 with hours; behind days come hours.
+    # 90 and 90:00 start with minutes, 1:30:00 with hours; after days come hours.
     first = 3600 if match["days"] or len(parts) == 3 else 60
     return int(match["days"] or 0) * 86400 + sum(part * first / 60.0**place for place, part in enumerate(parts))
 
 
 def quoted(name: str, value: str) -> str:
-    """A value as it stands in an #SBATCH line, where quotes and backslashes mean what they do in JSON."""
+    """A value for an #SBATCH line, where quotes and backslashes work as in JSON."""
     if not value.isprintable():
-        raise ConfigError(f"--{name} {value!r} cannot stand in an sbatch script", fix="use letters that can be seen")
+        raise ConfigError(f"--{name} {value!r} cannot be written to an sbatch script", fix="use printable characters")
     return value if _PLAIN.fullmatch(value) else json.dumps(value, ensure_ascii=False)
 
 
@@ -209,18 +209,18 @@ def _name_of(text: str) -> str:
 
 
 def submit(job: SlurmJob) -> str:
-    """Hand the script to SLURM; gives the job's number."""
+    """Submit the script; returns the job id."""
     command = job.submission
     if shutil.which(command[0]) is None:
         raise ConfigError(
-            f"there is no sbatch on {socket.gethostname()}; {job.script} is written",
-            fix=f"on a host of the cluster: sbatch {shlex.quote(str(job.script))}   (only look at it: --dry_run)",
+            f"sbatch is not installed on {socket.gethostname()}; {job.script} was written",
+            fix=f"on a host of the cluster: sbatch {shlex.quote(str(job.script))}   (to only print it: --dry_run)",
         )
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = next((line for line in done.stderr.splitlines() if line.strip()), f"exit code {done.returncode}")
         raise DrumlineError(
             f"sbatch refused {job.script}: {said.removeprefix('sbatch: ').removeprefix('error: ')}",
-            fix="mend what it says; more options for sbatch: --sbatch=--OPTION=VALUE",
+            fix="correct the option; extra sbatch options: --sbatch=--OPTION=VALUE",
         )
     return done.stdout.strip().split(";")[0]

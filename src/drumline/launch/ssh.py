@@ -1,7 +1,7 @@
-"""Start one run on several hosts over SSH: what is run on each, what they are given, and how it ended.
+"""Start one run on several hosts over SSH, follow it, and report how it ended.
 
-Each host runs the elastic launcher that `drumline train --nnodes` is anyway, under a remote agent that ends it when
-this process wants it or is gone, and that sends back its exit code and its last error.
+Each host runs the same elastic launcher as `drumline train --nnodes`, under a remote agent that stops it when this
+process says so or is gone, and that sends back its exit code and last error.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from drumline.launch.ssh_plan import Plan
 from drumline.launch.ssh_sessions import Line, Session, Show, follow
 from drumline.report import tell
 
-# ssh has one exit code for everything: its words are all there is to quote.
+# ssh has one exit code for all failures, so its messages have to be parsed.
 _SSH_SAYS = re.compile(r"ssh: |Timeout, server|Connection (to|closed|reset)|client_loop: ")
 _LAST_LINES = 20
 _GRAVITY = (EXIT_USER, EXIT_USAGE, EXIT_FAILED, EXIT_STOPPED, EXIT_INTERRUPTED, 0)
-"""How a run ended whose hosts ended differently: the first of these that one of them ended with."""
-_ENDED = {EXIT_STOPPED: "stopped, and everything is saved", EXIT_INTERRUPTED: "interrupted"}
+"""Exit code of a run whose hosts exited differently: the first of these that any host has."""
+_ENDED = {EXIT_STOPPED: "stopped, everything is saved", EXIT_INTERRUPTED: "interrupted"}
 
 
 def launch(plan: Plan, *, checks: bool) -> int:
-    """Check the hosts, run the command on all of them, and give the exit code, having said what went wrong."""
+    """Check the hosts, run the command on all of them, report errors, and return the exit code."""
     if checks and (code := ready(plan)):
         return code
     sessions = [Session(host, plan.ssh_line(host), plan.order(host)) for host in plan.hosts]
@@ -49,12 +49,12 @@ def launch(plan: Plan, *, checks: bool) -> int:
     if cause is not None:
         tell(cause)
     elif code:
-        sys.stderr.write(f"{_ENDED[code]}; to go on, start the same command again\n")
+        sys.stderr.write(f"{_ENDED[code]}; run the same command again to resume\n")
     return code
 
 
 def outcome(sessions: Sequence[Session], plan: Plan, *, stops: int) -> tuple[int, DrumlineError | None]:
-    """The exit code of the whole, and the first cause of a failure.
+    """The exit code of the whole run, and the first cause of a failure.
 
     stops: how often it was asked to stop
     """
@@ -82,15 +82,15 @@ class _Cause:
 
     error: DrumlineError
     said_s: float
-    """When it said so, by the clock here."""
+    """When it was reported, by the local clock."""
     is_consequence: bool = False
-    """Its ranks only lost those of another host."""
+    """Whether its ranks only lost the ranks of another host."""
     is_unexplained: bool = False
-    """A mistake that all hosts make is told by one of them: the others end without a word on why."""
+    """Whether another host reports the error: if all hosts make the same mistake, only one prints it."""
 
     @property
     def order(self) -> tuple[bool, bool, float]:
-        """The smallest is the first cause."""
+        """Sort key: the smallest is the first cause."""
         return self.is_consequence, self.is_unexplained, self.said_s
 
 
@@ -101,41 +101,39 @@ def _cause(session: Session, plan: Plan) -> _Cause:
     if session.error is not None:
         is_consequence = session.error["code"] == PeersLostError.code
         return _Cause(_as_told(session.host.name, session.error), ended_s - session.error["ago_s"], is_consequence)
-    # Not one of drumline's errors: what there is to show is a traceback, or else the last lines.
+    # Not a DrumlineError: show the traceback, or else the last lines.
     starts = [number for number, line in enumerate(lines) if line.text.startswith("Traceback (")]
     last = lines[starts[-1] :] if starts else lines[-_LAST_LINES:]
     killed = session.code - 128 in signal.valid_signals()
     name = session.host.name
-    how = (
-        f"was ended by {signal.Signals(session.code - 128).name}" if killed else f"ended with exit code {session.code}"
-    )
+    how = f"was killed by {signal.Signals(session.code - 128).name}" if killed else f"exited with code {session.code}"
     error = DrumlineError(
         f"{name}: drumline {how}",
         details=[line.text for line in last],
-        fix="start the same command again to go on" if killed else f"see what {name} said above",
+        fix="run the same command again to resume" if killed else f"see the output of {name} above",
     )
     return _Cause(error, last[0].heard_s if last else ended_s, is_unexplained=not (starts or killed))
 
 
 def _lost(session: Session, plan: Plan, said: Sequence[str]) -> DrumlineError:
-    """Why a host's exit code is not known."""
+    """Why a host's exit code is unknown."""
     if "started" not in session.answers:
         finding = why_no_answer(session, plan)
         return DrumlineError(f"{session.host.name}: {finding.what}", fix=finding.fix)
     last = next((f": {text.strip()}" for text in reversed(said) if _SSH_SAYS.match(text)), "")
-    fix = "see that the host is there, and start the same command again to go on"
+    fix = "check that the host is up, then run the same command again to resume"
     return DrumlineError(f"the connection to {session.host.name} was lost{last}", fix=fix)
 
 
 def _as_told(name: str, error: Mapping[str, Any]) -> DrumlineError:
-    """A host's own error. What a supervisor says of a rank names its host, which may not be the one that says it."""
+    """A host's own error. A supervisor's error names the host of the rank, which may be another one."""
     names_host = error["code"] in (RunLostError.code, PeersLostError.code)
     problem = error["problem"] if names_host else f"{name}: {error['problem']}"
     return DrumlineError(problem, details=error["details"], fix=error["fix"])
 
 
 def _prefixed(hosts: Sequence[RemoteHost]) -> Show:
-    """Every line with the name of its host before it, on the stream it came from."""
+    """Print every line with its host as a prefix, to the stream that it came from."""
     width = max(len(host.name) for host in hosts)
 
     def show(host: RemoteHost, line: Line) -> None:
@@ -143,7 +141,7 @@ def _prefixed(hosts: Sequence[RemoteHost]) -> Show:
         try:
             stream.buffer.write(f"{host.name:<{width}} | {line.text}\n".encode())
             stream.buffer.flush()
-        except OSError:  # nobody reads it any more, which is no reason to end a run
+        except OSError:  # nobody is reading the output, which is no reason to stop a run
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
     return show

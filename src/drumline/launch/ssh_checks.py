@@ -1,4 +1,4 @@
-"""Are the hosts fit to start a run on? Every one is asked at once, and every trouble is told, with what to type."""
+"""Check that the hosts are ready for a run: all of them at once, reporting every problem with its fix."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from drumline.parallel import odd_ones
 from drumline.report import tell
 
 _LIMIT_S = 120.0
-"""How long a host may take to answer: longer than anything but a disk or a GPU that hangs."""
+"""How long a host may take to respond: long enough for everything but a hung disk or GPU."""
 _INSTALL = "pip install -c constraints.txt -e ."
 
 
 def ready(plan: Plan) -> int:
-    """Ask all hosts, say what is not in order, and give an exit code: 0 if the run can start."""
+    """Check all hosts, report problems, and return an exit code: 0 if the run can start."""
     hosts = plan.hosts
     sessions = [Session(host, plan.ssh_line(host), plan.check()) for host in hosts]
     if follow(sessions, lambda host, line: None, together=False, limit_s=_LIMIT_S):
-        tell(DrumlineError("interrupted", fix="start the same command again"))
+        tell(DrumlineError("interrupted", fix="run the same command again"))
         return EXIT_INTERRUPTED
     known = meeting_addresses(sessions)
     findings = [finding for session in sessions for finding in look(session, plan, known)]
@@ -42,9 +42,9 @@ def ready(plan: Plan) -> int:
 
 
 def look(session: Session, plan: Plan, known: Sequence[str] = ()) -> list[Finding]:
-    """What one host's answer means.
+    """Findings from one host's answer.
 
-    known: addresses of the meeting place, as others know them
+    known: addresses of the rendezvous host, as resolved by other hosts
     """
     host, answers = session.host, session.answers
     if "versions" not in answers:
@@ -53,22 +53,22 @@ def look(session: Session, plan: Plan, known: Sequence[str] = ()) -> list[Findin
     meeting_host, addresses = plan.meeting_host, answers["meeting_addresses"]
     elsewhere = plan.again(endpoint=Endpoint(next(iter(known), "ADDRESS"), plan.endpoint.port))
     if not addresses:
-        what = f"the name {meeting_host}, where all hosts meet, does not resolve there"
+        what = f"the rendezvous host {meeting_host} does not resolve there"
         named = [plan.by_hand(host, f"echo {each} {meeting_host} | sudo tee -a /etc/hosts") for each in known]
         findings.append(Finding("names", "failed", what, next(iter(named), elsewhere), host.name))
     elif host.name != meeting_host and all(is_loopback(each) for each in addresses):
-        what = f"the name {meeting_host}, where all hosts meet, means the host itself there ({addresses[0]})"
+        what = f"the rendezvous host {meeting_host} resolves to the host itself there ({addresses[0]})"
         findings.append(Finding("names", "failed", what, elsewhere, host.name))
     if not answers["cwd"]:
-        fix = f"{plan.by_hand(host, 'mkdir', '-p', plan.workdir)}   # or give --workdir DIR"
-        findings.append(Finding("folder", "failed", f"there is no {plan.workdir}", fix, host.name))
+        fix = f"{plan.by_hand(host, 'mkdir', '-p', plan.workdir)}   # or use --workdir DIR"
+        findings.append(Finding("folder", "failed", f"{plan.workdir} does not exist", fix, host.name))
     elif "argv" in plan.check():
         findings += doctors_findings(session, plan)
     return findings
 
 
 def doctors_findings(session: Session, plan: Plan) -> list[Finding]:
-    """What the quick part of `drumline doctor` found on a host, which it took for the only one."""
+    """What `drumline doctor --quick` found on a host by itself."""
     out = "\n".join(line.text for line in session.lines if line.stream == "stdout")
     name = session.host.name
     try:
@@ -76,10 +76,10 @@ def doctors_findings(session: Session, plan: Plan) -> list[Finding]:
         findings = [Finding(**{**finding, "host": finding["host"] or name}) for finding in report["findings"]]
     except (ValueError, KeyError, TypeError):
         if session.code is None:
-            what = f"its checks did not end within {_LIMIT_S:.0f} s"
+            what = f"its checks did not finish within {_LIMIT_S:.0f} s"
         else:
             errors = [session.error["problem"]] if session.error else _errors(session)
-            what = f"its checks gave no report: {(errors or [f'exit code {session.code}'])[-1]}"
+            what = f"its checks returned no report: {(errors or [f'exit code {session.code}'])[-1]}"
         fix = plan.by_hand(
             session.host, f"cd {shlex.quote(plan.workdir)} && {shlex.quote(plan.python)} -m drumline doctor --quick"
         )
@@ -88,37 +88,37 @@ def doctors_findings(session: Session, plan: Plan) -> list[Finding]:
 
 
 def _among_hosts(finding: Finding, session: Session, plan: Plan) -> Finding:
-    """Only the first host must be able to write the run folder."""
+    """Only the first host needs a writable run folder."""
     spared = finding.code == UNWRITABLE and session.host != plan.hosts[0]
     return replace(finding, state="warning") if spared else finding
 
 
 def why_no_answer(session: Session, plan: Plan) -> Finding:
-    """What kept ssh, or Python at the other end, from answering."""
+    """Why ssh, or Python on the host, did not respond."""
     host, said = session.host, _errors(session)
-    text = "\n".join(said)  # ssh has one exit code for everything: its words are all there is to go by
+    text = "\n".join(said)  # ssh has one exit code for all failures, so its messages have to be parsed
     by_hand = plan.by_hand(host, "true")
     install = plan.by_hand(host, f"cd CHECKOUT && {shlex.quote(plan.python)} -m {_INSTALL}")
     causes = {
         "REMOTE HOST IDENTIFICATION HAS CHANGED": (
-            "its host key has changed: another machine may pose as it",
-            f"ssh-keygen -R {host.name} && {by_hand}   # once you know whose key it is",
+            "its host key has changed: another machine may be impersonating it",
+            f"ssh-keygen -R {host.name} && {by_hand}   # once you have verified the new key",
         ),
         "Host key verification failed": (
-            "its host key is not known here",
-            f"{by_hand}   # and say yes to the right key",
+            "its host key is unknown",
+            f"{by_hand}   # and accept the key if it is correct",
         ),
-        "Permission denied": ("ssh is not let in without a password", f"ssh-copy-id {host.target}"),
+        "Permission denied": ("ssh login without a password is not set up", f"ssh-copy-id {host.target}"),
         "Could not resolve hostname": (
             "its name does not resolve here",
-            f"echo ADDRESS {host.name} | sudo tee -a /etc/hosts   # or mend the name in --hosts",
+            f"echo ADDRESS {host.name} | sudo tee -a /etc/hosts   # or correct the name in --hosts",
         ),
-        "Connection refused": ("nothing listens for ssh there", f"systemctl start ssh   # on {host.name}"),
+        "Connection refused": ("no ssh server is running there", f"systemctl start ssh   # on {host.name}"),
         "timed out": ("it does not answer", f"ping -c 3 {host.name}"),
-        "No route to host": ("there is no way to it", f"ping -c 3 {host.name}"),
+        "No route to host": ("there is no route to it", f"ping -c 3 {host.name}"),
         "No module named": (
             f"drumline is not installed for {plan.python} there",
-            f"{install}   # CHECKOUT: where drumline's files lie there",
+            f"{install}   # CHECKOUT: the drumline repository there",
         ),
     }
     for sign, (what, fix) in causes.items():
@@ -126,13 +126,13 @@ def why_no_answer(session: Session, plan: Plan) -> Finding:
             return Finding("ssh", "failed", f"{what} ({_last_of(said, sign)})", fix, host.name)
     if session.ssh_code in (126, 127):
         fix = f"{plan.again(python='PATH')}   # PATH: a Python with drumline, the same on every host"
-        return Finding("python", "failed", f"there is no {plan.python}", fix, host.name)
+        return Finding("python", "failed", f"{plan.python} does not exist", fix, host.name)
     last = said[-1] if said else f"exit code {session.ssh_code}"
-    return Finding("ssh", "failed", f"no answer over ssh ({last})", by_hand, host.name)
+    return Finding("ssh", "failed", f"no response over ssh ({last})", by_hand, host.name)
 
 
 def compare_versions(sessions: Sequence[Session], plan: Plan) -> list[Finding]:
-    """Hosts whose versions are not those that most have."""
+    """Hosts whose versions differ from most."""
     answered = {session.host.name: session for session in sessions if "versions" in session.answers}
     findings = []
     for package in next(iter(answered.values())).answers["versions"] if answered else ():
@@ -140,13 +140,13 @@ def compare_versions(sessions: Sequence[Session], plan: Plan) -> list[Finding]:
         wanted, odd = odd_ones(versions)
         first = next(name for name in versions if name not in odd)
         for name in odd:
-            what = f"{package} is {versions[name]} there, and {wanted} on {first}"
+            what = f"{package} is {versions[name]} there, but {wanted} on {first}"
             findings.append(Finding("versions", "failed", what, _install(package, wanted, answered[name], plan), name))
     return findings
 
 
 def _install(package: str, version: str, session: Session, plan: Plan) -> str:
-    """The line that gives a host a version; drumline itself is installed from its checkout."""
+    """The command that installs a version on a host; drumline itself is installed from its checkout."""
     if package == "torch":
         return plan.by_hand(session.host, plan.python, "-m", "pip", "install", f"{package}=={version}")
     how = {
@@ -159,13 +159,13 @@ def _install(package: str, version: str, session: Session, plan: Plan) -> str:
 
 
 def meeting_addresses(sessions: Sequence[Session]) -> list[str]:
-    """What hosts that answered take the meeting place's name for, and another host could use."""
+    """What the rendezvous host's name resolves to on hosts that answered, if others could use it."""
     addresses = [address for session in sessions for address in session.answers.get("meeting_addresses", ())]
     return [address for address in addresses if not is_loopback(address)]
 
 
 def say(findings: Sequence[Finding], *, all_hosts: int) -> None:
-    """Two lines for each, those that several hosts have alike only once."""
+    """Print two lines for each finding; those that several hosts share only once."""
     alike: dict[tuple[str, str, str], list[str]] = {}
     for finding in findings:
         alike.setdefault((finding.state, finding.sentence, finding.fix), []).append(finding.host)

@@ -1,4 +1,4 @@
-"""What `drumline launch` runs over SSH: the command line of each ssh, and what the host behind it is told to run."""
+"""What `drumline launch` runs over SSH: the ssh command line for each host, and the command it runs there."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from drumline.parallel import ATTEMPT
 
 COMMANDS = ("train", "bench", "doctor")
 SILENT_S = 60.0
-"""How long a host may hear nothing from here before it takes its link for cut."""
+"""How long a host waits for a heartbeat before it considers the connection broken."""
 _OPTIONS = (
     *("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
-"""Ask nothing, for there may be nobody to answer; and notice within 15 s when a host no longer does."""
+"""Never prompt, since nobody may be there to answer; and detect a dead connection within 15 s."""
 _PASSED = (
     *("NCCL_", "GLOO_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_", "CUBLAS_"),
     *("OMP_", "MKL_", "KMP_", "ONEDNN_", "HF_", "TOKENIZERS_", "WANDB_", "DRUMLINE_"),
@@ -36,25 +36,25 @@ _PASSED_NAMES = frozenset(
 )
 _NEVER = frozenset("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()) | {ATTEMPT}
 _OURS = {
-    "nproc": "put it before the --, or give each host its own: --hosts a:2,b:4",
-    "nnodes": "leave it out: the hosts are counted",
+    "nproc": "put it before the --, or per host: --hosts a:2,b:4",
+    "nnodes": "drop it: the hosts are counted",
     "rdzv_endpoint": "put it before the --",
-    "names": "leave it out: the hosts' names are known",
+    "names": "drop it: the hosts' names are known",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that there is to know about a start."""
+    """Everything needed to start a command on hosts."""
 
     hosts: Sequence[RemoteHost]
     command: Sequence[str]
-    """What follows `drumline`, as train --total_steps 100."""
+    """The arguments of `drumline`, as train --total_steps 100."""
     nproc: int | None
-    """Ranks on a host that does not say; None: one per GPU."""
+    """Ranks on hosts without a number of their own; None: one per GPU."""
     ssh: Sequence[str]
     endpoint: Endpoint
-    """Where the hosts meet."""
+    """The rendezvous endpoint."""
     workdir: str
     python: str
     environ: Mapping[str, str]
@@ -65,17 +65,17 @@ class Plan:
 
     @property
     def agent_command(self) -> str:
-        """What ssh has the host's shell run."""
+        """The command for the host's shell."""
         path = self.environ.get("PYTHONPATH")
         before = ["env", f"PYTHONPATH={path}"] if path else []
         return shlex.join([*before, self.python, "-m", "drumline.launch.remote_agent"])
 
     def order(self, host: RemoteHost) -> dict[str, Any]:
-        """What a host is told to run."""
+        """The command that a host runs."""
         return self._order(self.words(host))
 
     def words(self, host: RemoteHost) -> list[str]:
-        """What follows `drumline` on a host."""
+        """The arguments of `drumline` on a host."""
         slots = host.slots or self.nproc
         words = [*self.command]
         if slots and self.command[0] != "doctor":
@@ -83,11 +83,11 @@ class Plan:
         if len(self.hosts) > 1 and self.command[0] != "bench":
             words += ["--nnodes", str(len(self.hosts)), "--rdzv_endpoint", str(self.endpoint)]
         if len(self.hosts) > 1 and self.command[0] == "doctor":
-            words += ["--names", ",".join(each.name for each in self.hosts)]  # a host that stays away has no other
+            words += ["--names", ",".join(each.name for each in self.hosts)]  # so that missing hosts can be named
         return words
 
     def check(self) -> dict[str, Any]:
-        """What every host is asked before: some facts, and the doctor's quick part unless he is called anyway."""
+        """What every host is asked first: some facts, and the quick checks unless the command is the doctor itself."""
         run_dir = flag(self.command, "run_dir")
         quick = ["doctor", "--quick", "--json", *(["--run_dir", run_dir] if run_dir else [])]
         return {"meeting_host": self.meeting_host, **self._order([] if self.command[0] == "doctor" else quick)}
@@ -97,15 +97,15 @@ class Plan:
         return {**argv, "environ": dict(self.environ), "cwd": self.workdir, "silent_s": SILENT_S}
 
     def ssh_line(self, host: RemoteHost) -> list[str]:
-        """The command line of ssh. What the user gave comes first: of two settings ssh takes the first."""
+        """The ssh command line. The user's options come first: ssh uses the first value of an option."""
         return [*self.ssh, *_OPTIONS, host.target, self.agent_command]
 
     def by_hand(self, host: RemoteHost, *words: str) -> str:
-        """A line to type that runs something there."""
+        """A command for the user that runs something on a host."""
         return shlex.join([*self.ssh, host.target, *words])
 
     def again(self, *, endpoint: Endpoint | None = None, python: str | None = None) -> str:
-        """The line to type that starts the same, with something else in it."""
+        """A command for the user that repeats this launch with another option."""
         hosts = ",".join(f"{host.target}:{host.slots}" if host.slots else host.target for host in self.hosts)
         flags = {
             "--ssh": (shlex.join(self.ssh), "ssh"),
@@ -131,19 +131,19 @@ def make_plan(
     python: str,
     environ: Mapping[str, str],
 ) -> Plan:
-    """A plan from what the command line says; ConfigError for what cannot work."""
+    """A plan from the command line; ConfigError for what cannot work."""
     _check_command(command)
     if hosts is not None and hostfile is None:
         remote_hosts = parse_hosts(hosts)
     elif hosts is None and hostfile is not None:
         remote_hosts = read_hosts(hostfile)
     else:
-        raise ConfigError("the hosts are to be given in one way", fix="--hosts a,b, or --hostfile FILE")
+        raise ConfigError("hosts must be given in exactly one way", fix="--hosts a,b, or --hostfile FILE")
     if nproc is not None and nproc < 1:
         raise ConfigError(f"nproc is {nproc}", fix="give --nproc a value of 1 or more")
     words = shlex.split(ssh)
     if not words or shutil.which(words[0]) is None:
-        raise ConfigError(f"--ssh {ssh!r}: there is no such program", fix="apt install openssh-client")
+        raise ConfigError(f"--ssh {ssh!r}: command not found", fix="apt install openssh-client")
     return Plan(
         hosts=remote_hosts,
         command=command,
@@ -159,23 +159,23 @@ def make_plan(
 def _check_command(command: Sequence[str]) -> None:
     """ConfigError for a command that cannot be started on several hosts."""
     if not command or command[0] not in COMMANDS:
-        given = f"{command[0]!r} is not a command for hosts" if command else "there is nothing to run on the hosts"
+        given = f"{command[0]!r} cannot be launched on hosts" if command else "there is no command to run on the hosts"
         raise ConfigError(
-            f"{given}; they take {', '.join(COMMANDS)}", fix="drumline launch --hosts a,b -- train --total_steps 100"
+            f"{given}; use {', '.join(COMMANDS)}", fix="drumline launch --hosts a,b -- train --total_steps 100"
         )
     for name, fix in _OURS.items():
         if flag(command, name) is not None:
-            raise ConfigError(f"--{name} is not {command[0]}'s to say when hosts are started for it", fix=fix)
+            raise ConfigError(f"--{name} cannot be given to {command[0]} here: the launcher sets it", fix=fix)
 
 
 def passed_on(environ: Mapping[str, str], more: Iterable[str]) -> dict[str, str]:
-    """The variables that hosts are given: those that steer torch and its friends, and `more`."""
+    """Environment variables for the hosts: those that configure torch and related libraries, and `more`."""
     passed = {name: value for name, value in environ.items() if _steers(name)}
     for name in more:
         if name in _NEVER:
-            raise ConfigError(f"--env {name}: every rank is given its own", fix=f"leave out --env {name}")
+            raise ConfigError(f"--env {name}: it is set for every rank", fix=f"drop --env {name}")
         if name not in environ:
-            raise ConfigError(f"--env {name}: there is no such variable", fix=f"export {name}=... first")
+            raise ConfigError(f"--env {name}: it is not set here", fix=f"export {name}=... first")
         passed[name] = environ[name]
     return dict(sorted(passed.items()))
 
@@ -185,7 +185,7 @@ def _steers(name: str) -> bool:
 
 
 def describe(plan: Plan, *, checks: bool) -> list[str]:
-    """What `launch` would run, line by line: ssh's command line, and what it is given on stdin."""
+    """What `launch` would run, line by line: ssh's command line and its stdin."""
     lines = []
     for host in plan.hosts:
         for what, order in [*([("check", plan.check())] if checks else []), ("start", plan.order(host))]:

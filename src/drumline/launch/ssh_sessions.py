@@ -1,4 +1,4 @@
-"""One ssh to each host, followed together: whole lines, signs of life both ways, and one Ctrl-C for all of them."""
+"""One ssh per host, followed together: whole lines, heartbeats in both directions, and one Ctrl-C for all."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ from drumline.signals import counting
 Stream = Literal["stdout", "stderr"]
 
 _BEAT_S, _POLL_S, _FOLLOW_S, _LEAVE_S, _DRAIN_S = 5.0, 0.1, 5.0, 5.0, 1.0
-"""Between signs of life; how long the others may take to end by themselves when one host has failed; a host to end when
-it is killed; and what ssh said to arrive once it has ended."""
+"""Seconds between heartbeats; for the other hosts to exit after one failed; for a host to exit after it is killed; and
+for ssh's last output to arrive after it exited."""
 _KEPT_LINES = 2000
 _LONGEST_BYTES = 65536
-"""What is longer is a line, whether it has ended or not; an answer of the remote agent is always whole."""
-# A progress bar goes back to where its line began and writes it anew: each of them is a line.
+"""Longer lines are split; replies of the remote agent never are."""
+# A progress bar returns to the start of its line and rewrites it: each version counts as a line.
 _LINE_ENDS = re.compile(rb"\r*\n(?:\r+(?=[^\r\n]))?|\r+(?=[^\r\n])")
 
 
 @dataclass(frozen=True)
 class Line:
-    """What a host said, without the end of the line."""
+    """A line of a host's output."""
 
     stream: Stream
     text: str
     heard_s: float
-    """By the clock here: those of the hosts need not agree."""
+    """By the local clock: clocks of hosts may differ."""
 
 
 Show = Callable[[RemoteHost, Line], None]
 
 
 class Session:
-    """A host's remote agent, seen from here."""
+    """The connection to a host's remote agent."""
 
     def __init__(self, host: RemoteHost, command: Sequence[str], order: dict[str, Any]) -> None:
         self.host = host
         self.answers: dict[str, Any] = {}
-        """All that the remote agent answered; without a code it never came to its end."""
+        """All replies of the remote agent; without a code, it did not finish."""
         self.lines: deque[Line] = deque(maxlen=_KEPT_LINES)
         self.ended_s: float | None = None
         pipe = subprocess.PIPE
-        # In a session of its own: a terminal's Ctrl-C is for the launcher alone, which asks the hosts to stop once.
+        # In its own session: Ctrl-C in the terminal goes to the launcher alone, which asks the hosts to stop once.
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         self._half: dict[Stream, bytes] = {}
         self._exited_s: float | None = None
         self._unsent = b""
         assert self._process.stdin is not None
-        # One host that is slow to read does not keep the others waiting.
+        # Nonblocking: one slow host must not block the others.
         os.set_blocking(self._process.stdin.fileno(), False)
         self.send(json.dumps(order))
 
@@ -70,12 +70,12 @@ class Session:
 
     @property
     def code(self) -> int | None:
-        """How the command ended there; None if that is not known."""
+        """Exit code of the command there; None if unknown."""
         return self.answers.get("code")
 
     @property
     def error(self) -> Mapping[str, Any] | None:
-        """The last error that the command told, as DrumlineError.as_dict, with ago_s: how long before its end."""
+        """The last error that the command reported, as DrumlineError.as_dict, with ago_s: seconds before its exit."""
         return self.answers.get("error")
 
     @property
@@ -85,12 +85,12 @@ class Session:
         yield "stderr", self._process.stderr
 
     def send(self, word: str) -> None:
-        """One line to the remote agent, now or when `follow` sees that it takes more."""
+        """Send one line to the remote agent, now or when `follow` finds its pipe writable."""
         self._unsent += word.encode() + b"\n"
         self.send_rest()
 
     def send_rest(self) -> None:
-        """What it takes now; if it is gone, that is seen elsewhere."""
+        """Write as much as the pipe takes; that a host is gone is noticed elsewhere."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             while self._unsent:
@@ -100,7 +100,7 @@ class Session:
         self._process.kill()
 
     def read(self, stream: Stream, pipe: IO[bytes]) -> tuple[bool, list[Line]]:
-        """Whether more may come, and what did, in whole lines; half a line at the end counts as one."""
+        """Whether more output may come, and whole lines of what did; an unfinished last line counts as one."""
         chunk = os.read(pipe.fileno(), 65536)
         *whole, half = _LINE_ENDS.split((self._half.pop(stream, b"") + chunk).lstrip(b"\r"))
         if chunk and (len(half) <= _LONGEST_BYTES or MARK.encode() in half):
@@ -120,7 +120,7 @@ class Session:
             yield line
 
     def look(self, *, drained: bool) -> None:
-        """See whether ssh has ended. One that it left in the background may keep its pipes open for ever."""
+        """Check whether ssh has exited. A background process may keep its pipes open forever."""
         if self._process.poll() is not None and self.ended_s is None:
             now_s = time.monotonic()
             self._exited_s = self._exited_s or now_s
@@ -136,10 +136,10 @@ class Session:
 
 
 def follow(sessions: Sequence[Session], show: Show, *, together: bool, limit_s: float = float("inf")) -> int:
-    """Until all have ended; gives how often a signal asked to stop.
+    """Wait until all have exited; returns how often a signal asked to stop.
 
-    together: one that fails ends the others, and the first signal lets all of them save
-    limit_s:  after which those that still run are killed
+    together: if one fails, the others are stopped, and the first signal lets all of them save
+    limit_s:  time after which those still running are killed
     """
     began_s = beaten_s = time.monotonic()
     asked = killed_s = failed_s = None
@@ -160,7 +160,7 @@ def follow(sessions: Sequence[Session], show: Show, *, together: bool, limit_s: 
             if asked is None and (stops or follows):
                 asked = _send(running, "TERM")
                 if stops and together:
-                    _say("asking all hosts to save and stop; the same once more ends them at once")
+                    _say("asking all hosts to save and stop; press Ctrl-C again to stop immediately")
             if killed_s is None and (len(stops) > (1 if together else 0) or now_s - began_s > limit_s):
                 _send(running, "KILL")
                 killed_s = now_s

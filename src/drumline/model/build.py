@@ -1,4 +1,4 @@
-"""The model that a config describes, and the loss it is trained by."""
+"""Build the model that a config describes, and its training objective."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _VOCAB_MULTIPLE = 64
 
 
 def build_model(config: TrainConfig, *, vocab_size: int) -> nn.Module:
-    """The model a config (filled in) describes, with freshly drawn weights; draw them after seeding torch."""
-    padded = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE  # matrix products are faster on round sizes
+    """The model of a resolved config, with newly initialized weights; seed torch first."""
+    padded = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE  # matmuls are faster with round sizes
     shape = gpt_config(config.model, vocab_size=padded)
     if config.model.model == "gpt":
         return GPT(shape)
@@ -24,7 +24,7 @@ def build_model(config: TrainConfig, *, vocab_size: int) -> nn.Module:
 
 
 def token_objective(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
-    """The summed cross entropy of a micro-batch of windows."""
+    """The summed cross entropy of a micro-batch."""
     inputs, targets, documents = batch
     extra = {} if documents is None else {"document_ids": documents}
     loss: Tensor = model(inputs, targets=targets, **extra)[1]

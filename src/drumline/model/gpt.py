@@ -1,11 +1,11 @@
-"""GPT: tokens (B, T) -> logits (B, T, V). The only file that knows what is inside the model.
+"""GPT: tokens (B, T) -> logits (B, T, V). The only file that knows the model's internals.
 
-Two families live here, and `GPTConfig` chooses each part on its own. Classic: learned positions, LayerNorm, GELU,
-biases and a tied head, which is GPT-2's function exactly. Modern: rotary positions, RMSNorm, normalised queries and
-keys, shared key/value heads, SwiGLU or squared ReLU, no biases. Both normalise before each part of a block.
+Two families, of which `GPTConfig` can combine all parts. Classic, identical to GPT-2: learned positions, LayerNorm,
+GELU, biases, and a tied output head. Modern: rotary positions, RMSNorm, QK norm, grouped-query attention, SwiGLU or
+squared ReLU, no biases. Both are pre-norm.
 
-Shapes: B sequences, T tokens in this call, S tokens attended to (T and what a cache holds), V vocabulary, D d_model,
-H query heads, K key/value heads, W width of a head.
+Shapes: B sequences, T tokens in this call, S tokens attended to (T plus those in the cache), V vocabulary, D d_model,
+H query heads, K key/value heads, W head width.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.d_model)
         learned = config.positions == "learned"
         self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model) if learned else None
-        # Not persistent: the table follows from the config, so it has no place in a checkpoint.
+        # Not persistent: the table is determined by the config, so it is not part of a checkpoint.
         self.register_buffer("rope", None if learned else rope_table(config), persistent=False)
         self.smear = nn.Parameter(torch.empty(config.d_model)) if config.smear else None
         self.dropout = nn.Dropout(config.dropout)
@@ -57,9 +57,9 @@ class GPT(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw the first weights; biases start at zero."""
+        """Initialize the weights; biases start at zero."""
         if self.smear is not None:
-            # Some numbers of the stream tell of the token before, others do not: weights of one size would mix the two.
+            # Only some channels of the residual stream should carry the previous token: equal weights would mix both.
             nn.init.normal_(self.smear)
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -80,14 +80,14 @@ class GPT(nn.Module):
         """(logits (B, T, V), loss); the loss is None without labels or targets.
 
         input_ids:      int64 (B, T)
-        attention_mask: (B, T), 1 for a token, 0 for padding before or after the tokens; no token attends to padding
-        labels:         int64 (B, T), the tokens of input_ids, shifted in here; the loss is their mean in nats
+        attention_mask: (B, T), 1 for a token, 0 for padding on either side; no token attends to padding
+        labels:         int64 (B, T), the same tokens as input_ids, shifted internally; the loss is their mean in nats
         targets:        int64 (B, T), the *next* token at each position; the loss is their SUM in nats, float32, and the
-                        logits are None, so that they need not exist all at once
-        document_ids:   int (B, T); a token attends only within its id, and positions restart where the id changes
-        cache:          what came before; the tokens of this call are added to it
+                        logits are None, so that they never exist all at once
+        document_ids:   int (B, T); a token attends only within its document, and positions restart with each document
+        cache:          keys and values of previous tokens; those of this call are appended
 
-        A label or target of -100 does not count.
+        Labels and targets of -100 are ignored.
         """
         if labels is not None and targets is not None:
             raise ConfigError(
@@ -104,24 +104,24 @@ class GPT(nn.Module):
         )
 
     def hidden(self, input_ids: Tensor, *, documents: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
-        """The residual stream after the last block, normalised: (B, T) -> (B, T, D)."""
+        """The residual stream after the last block and the final norm: (B, T) -> (B, T, D)."""
         past = cache.length if cache is not None else 0
         length = input_ids.size(1)
         if past + length > self.config.max_position_embeddings:
             raise ConfigError(
-                f"{past + length} tokens are more than the model's {self.config.max_position_embeddings} positions",
+                f"{past + length} tokens exceed the model's {self.config.max_position_embeddings} positions",
                 fix=f"use at most {self.config.max_position_embeddings} tokens, or a model with a larger context",
             )
         if cache is not None and documents is not None:
             raise ConfigError(
                 "a cache cannot be combined with attention_mask or document_ids",
-                fix="leave out the cache, or give sequences without padding",
+                fix="drop the cache, or use sequences without padding",
             )
         x = self.embedded(input_ids, documents, cache)  # (B, T, D)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions(input_ids, documents, past=past))  # (B, T, D) + (T or B T, D)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16:
-            x = x.bfloat16()  # the residual stream too: reading and writing it is a large part of a step's time
+            x = x.bfloat16()  # the residual stream too: its memory traffic is a large part of a step's time
         x = self.dropout(x)
         # Rotary positions are relative, so they need not restart with each document.
         rope = None if self.rope is None else self.rope[:, past : past + length]  # (2, T, W / 2)
@@ -133,7 +133,7 @@ class GPT(nn.Module):
         return normed
 
     def embedded(self, input_ids: Tensor, documents: Tensor | None, cache: KVCache | None) -> Tensor:
-        """What tokens are and, if it is smeared, some of what the token before each is: (B, T) -> (B, T, D)."""
+        """Token embeddings and, with smear, a share of the previous token's: (B, T) -> (B, T, D)."""
         x = self.look_up(input_ids, self.token_embedding.weight)
         if self.smear is None:
             return x
@@ -143,11 +143,11 @@ class GPT(nn.Module):
         return x + self.smear.type_as(x) * before
 
     def look_up(self, input_ids: Tensor, table: Tensor) -> Tensor:
-        """Rows of a table: int64 (B, T), (V, D) -> (B, T, D)."""
+        """Embedding lookup: int64 (B, T), (V, D) -> (B, T, D)."""
         return F.embedding(input_ids, table)
 
     def extra_values(self, input_ids: Tensor) -> dict[int, Tensor]:
-        """What attention adds to its values in which layer: (B, T) -> (B, K, T, W) each."""
+        """Value embeddings by layer: (B, T) -> (B, K, T, W) each."""
         width, tables = self.config.head_width, list(self.value_tables.parameters())
         looked_up = [
             self.look_up(input_ids, table).view(*input_ids.shape, -1, width).transpose(1, 2) for table in tables
@@ -160,29 +160,29 @@ class GPT(nn.Module):
         return capped(F.linear(hidden, self.head_weight), self.config.softcap)
 
     def summed_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Cross entropy without the logits of all positions at once: (B, T, D), int64 (B, T) -> float32 scalar."""
+        """Cross entropy without materializing all logits: (B, T, D), int64 (B, T) -> float32 scalar."""
         return linear_cross_entropy(hidden, self.head_weight, targets, softcap=self.config.softcap)
 
     @property
     def head_weight(self) -> Tensor:
-        """The output matrix (V, D): the token embedding, unless the head is its own."""
+        """The output projection (V, D): the token embedding if it is tied."""
         return self.token_embedding.weight if self.head is None else self.head.weight
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """torch.compile for each block: they are alike, so that one compilation serves all, however deep the model."""
+        """Compile each block with torch.compile: blocks are identical, so one compilation serves all of them."""
         for part in (*self.blocks, self.final_norm):
             part.compile(*args, **kwargs)
 
     def num_parameters(self, *, embedding: bool = True) -> int:
-        """Weights in the model; `embedding=False` leaves out all tables that are looked up in (a tied head is one)."""
+        """Number of weights; `embedding=False` leaves out embedding tables (including a tied head)."""
         tables = (self.token_embedding, self.position_embedding, *self.value_tables)
         left_out = 0 if embedding else sum(table.weight.numel() for table in tables if table is not None)
         return sum(p.numel() for p in self.parameters()) - left_out
 
     def flops_per_token(self, context: int) -> int:
-        """Floating-point operations to train on one token: 6 for each weight it is multiplied with, plus attention.
+        """Training FLOPs per token: 6 per weight used in a matmul, plus attention.
 
-        As PaLM counts them: attention over the whole context, although causality lets half of it be skipped.
+        Counted as in PaLM: attention over the whole context, although causal kernels skip half of it.
         """
         matmul_weights = self.num_parameters(embedding=False)
         if self.head is None:
@@ -191,7 +191,7 @@ class GPT(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then feed-forward, each on a normalised copy of the residual stream and added back to it."""
+    """Attention, then feed-forward, each with pre-norm and a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -216,14 +216,14 @@ class TransformerBlock(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Each token looks at itself and at the tokens before it."""
+    """Causal self-attention: each token attends to itself and to previous tokens."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.n_heads, self.kv_heads, self.head_width = config.n_heads, config.kv_heads, config.head_width
         self.dropout_probability = config.dropout
         self.row_parts = tuple(heads * self.head_width for heads in (self.n_heads, self.kv_heads, self.kv_heads))
-        """Rows of qkv's weight: those of queries, of keys, of values."""
+        """Row counts of the queries, keys and values in qkv's weight."""
         self.qkv = nn.Linear(config.d_model, sum(self.row_parts), bias=config.bias)
         self.query_norm = RMSNorm(config.head_width, weights=config.norm_weights) if config.qk_norm else None
         self.key_norm = RMSNorm(config.head_width, weights=config.norm_weights) if config.qk_norm else None
@@ -240,7 +240,7 @@ class CausalSelfAttention(nn.Module):
         """(B, T, D) -> (B, T, D).
 
         rope: (2, T, W / 2), cosines and sines of this call's positions; None: positions are already in x
-        mask: bool (T, S) or (B, 1, T, S), True where a query may attend to a key; None: all keys up to the query's own
+        mask: bool (T, S) or (B, 1, T, S), True where a query may attend to a key; None: causal
         extra_values: (B, K, T, W), added to the values
         """
         heads = self.qkv(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # (B, H + 2 K, T, W)
@@ -259,7 +259,7 @@ class CausalSelfAttention(nn.Module):
             v,
             attn_mask=mask,
             dropout_p=self.dropout_probability if self.training else 0.0,
-            is_causal=mask is None and q.size(2) > 1,  # a single query is the newest token: it may see every key
+            is_causal=mask is None and q.size(2) > 1,  # a single query is the newest token: it attends to every key
             enable_gqa=self.kv_heads != self.n_heads,  # query head h uses key/value head h * K // H
         )  # (B, H, T, W)
         merged = y.transpose(1, 2).flatten(2)  # (B, T, D)
@@ -268,7 +268,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The same small network at every position: widen, bend, narrow."""
+    """The feed-forward layers: up projection, activation, down projection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -290,22 +290,22 @@ class FeedForward(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Scales a vector to a root mean square of 1, then, with weights, by a learned weight."""
+    """RMSNorm, with an optional learned weight."""
 
     def __init__(self, width: int, *, weights: bool = True) -> None:
         super().__init__(width, eps=1e-6, elementwise_affine=weights)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Under autocast x may be bfloat16 beside a float32 weight, for which torch has no fused kernel.
+        # Under autocast, x may be bfloat16 and the weight float32, for which torch has no fused kernel.
         weight = self.weight.type_as(x) if self.elementwise_affine else None
         return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 def initial_std(name: str, config: GPTConfig) -> float:
-    """Deviation of a module's first weights.
+    """Standard deviation of a module's initial weights.
 
-    GPT-2's: what writes into the residual stream starts smaller, the more layers do. "zero": it starts at zero, as do
-    an untied head and the value tables, so that at first the stream is the embedding alone.
+    gpt2: projections into the residual stream are scaled down with depth. zero: they are zero, as are an untied head
+    and the value embeddings, so that the residual stream initially is the token embedding alone.
     """
     writes_residual = name.endswith(("attention.out", "feed_forward.down"))
     if config.init == "gpt2":
@@ -324,18 +324,18 @@ def make_norm(config: GPTConfig, width: int) -> nn.Module:
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, for generating text: room is made once and filled in place."""
+    """Keys and values of previous tokens, for text generation: allocated once and filled in place."""
 
     def __init__(self, model: GPT, *, batch_size: int = 1) -> None:
         config = model.config
         shape = (batch_size, config.kv_heads, config.max_position_embeddings, config.head_width)
         self.layers = [LayerCache(model.token_embedding.weight.new_empty(2, *shape)) for _ in range(config.n_layers)]
         self.last: Tensor | None = None
-        """The embedding of the newest token, (B, 1, D), if embeddings are smeared."""
+        """The embedding of the newest token, (B, 1, D), with smear."""
 
     @property
     def length(self) -> int:
-        """Tokens held."""
+        """Number of cached tokens."""
         return self.layers[0].length
 
     def clear(self) -> None:
@@ -345,14 +345,14 @@ class KVCache:
 
 
 class LayerCache:
-    """One layer's part of a KVCache. room: (2, B, K, most tokens, W)."""
+    """One layer of a KVCache. room: (2, B, K, max tokens, W)."""
 
     def __init__(self, room: Tensor) -> None:
         self.keys, self.values = room
         self.length = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add 2 x (B, K, T, W); give all that is held, as views of 2 x (B, K, S, W)."""
+        """Append 2 x (B, K, T, W); returns all cached keys and values, as views of 2 x (B, K, S, W)."""
         end = self.length + k.size(2)
         self.keys[:, :, self.length : end] = k
         self.values[:, :, self.length : end] = v

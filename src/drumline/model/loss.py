@@ -1,7 +1,7 @@
-"""Output matrix and cross entropy in one go, so that the logits of a whole micro-batch never exist at once.
+"""Output projection fused with cross entropy, so that the logits of a whole micro-batch never exist at once.
 
-Some rows at a time: their logits, each row's loss, and at once what backward will need, the gradients by the rows and
-by the matrix. Backward only scales those. That saves the memory of the logits, and writing and reading them again.
+Works on a chunk of rows at a time: logits, loss, and immediately the gradients of the rows and the weight, which
+backward only scales. That saves the memory of the logits, and writing and reading them again.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 from drumline.lazy import room
 
 IGNORED = -100
-"""A target that does not count towards the loss."""
+"""A target that is ignored by the loss."""
 
-# On a CPU 512 rows of logits stay in the cache from the matrix product to the softmax. A GPU needs more to be busy:
-# with twice as many it is 1 % faster, and needs 0.8 GiB more for a vocabulary of 50,304.
+# On a CPU, 512 rows of logits stay in the cache from the matmul to the softmax. A GPU needs more rows to be busy:
+# twice as many are 1 % faster, and need 0.8 GiB more for a vocabulary of 50,304.
 _ROWS_AT_ONCE = {"cpu": 512}
 _ROWS_AT_ONCE_ELSEWHERE = 4096
 
@@ -32,20 +32,20 @@ def linear_cross_entropy(
     softcap: float = 0.0,
     rows_at_once: int | None = None,
 ) -> Tensor:
-    """Cross entropy of the targets summed over all positions, in nats: float32 scalar.
+    """Cross entropy summed over all positions, in nats: float32 scalar.
 
     hidden:  (..., D)
-    weight:  (V, D), the output matrix
-    targets: int64 (...); -100 marks a position that does not count
-    softcap: logits x become softcap * tanh(x / softcap); 0 leaves them alone
-    rows_at_once: of logits that exist together; by default what suits the device
+    weight:  (V, D), the output projection
+    targets: int64 (...); -100: ignored
+    softcap: logits x become softcap * tanh(x / softcap); 0: off
+    rows_at_once: rows of logits per chunk; by default what suits the device
 
-    Under autocast the products have its format, as F.linear's would.
+    Under autocast, matmuls use its dtype, as in F.linear.
     """
     rows, wanted = hidden.flatten(0, -2), targets.flatten()  # (N, D), (N)
     device = rows.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
-    if dtype == torch.float16:  # too small a range for gradients that have not been scaled
+    if dtype == torch.float16:  # its range is too small for unscaled gradients
         return linear_cross_entropy_reference(rows, weight, wanted, softcap=softcap)
     if rows_at_once is None:
         rows_at_once = _ROWS_AT_ONCE.get(device, _ROWS_AT_ONCE_ELSEWHERE)
@@ -61,7 +61,7 @@ def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tens
 
 
 def capped(logits: Tensor, softcap: float) -> Tensor:
-    """Logits that approach but never pass +-softcap; 0: as they are."""
+    """Logits soft-capped to +-softcap; 0: unchanged."""
     return logits if softcap == 0.0 else softcap * torch.tanh(logits / softcap)
 
 
@@ -90,7 +90,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for part in parts:
             logits = hidden[part] @ matrix.t()  # (n, V)
             losses.append(_cross_entropy(logits, targets[part], softcap=softcap, gradient=trains).sum())
-            if trains:  # the logits are their own gradient now
+            if trains:  # logits now contain their own gradient
                 torch.mm(logits, matrix, out=by_hidden[part])
                 by_matrix.addmm_(logits.t(), hidden[part])
         ctx.save_for_backward(by_hidden, by_matrix)
@@ -103,12 +103,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def scaled_gradients(kept: tuple[Tensor, Tensor], gradient: Tensor) -> tuple[Tensor | None, ...]:
     by_hidden, by_weight = kept
-    # As (1, 1) it makes the product float32, the weight's own format, in the same pass.
+    # As (1, 1), the scale makes the product float32, the weight's dtype, in the same pass.
     return by_hidden * gradient.to(by_hidden.dtype), by_weight * gradient.reshape(1, 1), None, None, None
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor, *, softcap: float, gradient: bool) -> Tensor:
-    """Each row's loss, float32 (n); with `gradient`, logits (n, V) become the loss's gradient by them."""
+    """Each row's loss, float32 (n); with `gradient`, the logits (n, V) are overwritten with their gradient."""
     if logits.is_cuda and logits.dtype == torch.bfloat16 and importlib.util.find_spec("triton"):
         return room("kernels").cross_entropy_in_place(  # type: ignore[no-any-return]
             logits, targets, ignored=IGNORED, softcap=softcap, gradient=gradient
@@ -117,7 +117,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor, *, softcap: float, gradient:
 
 
 def cross_entropy_in_place_reference(logits: Tensor, targets: Tensor, *, softcap: float, gradient: bool) -> Tensor:
-    """As kernels.cross_entropy_in_place, in any format and on any device."""
+    """Like kernels.cross_entropy_in_place, for any dtype and device."""
     values = capped(logits.float(), softcap)
     log_chances = torch.log_softmax(values, dim=-1)
     losses = F.nll_loss(log_chances, targets, reduction="none", ignore_index=IGNORED)

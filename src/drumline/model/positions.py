@@ -1,7 +1,7 @@
-"""Where the tokens of a sequence stand: their places, what came before them, which of them they may look at.
+"""Positions, rotary embeddings, and attention masks.
 
-Shapes: B sequences, T tokens in this call, S tokens attended to (T and what a cache holds), D width of the residual
-stream, W width of a head.
+Shapes: B sequences, T tokens in this call, S tokens attended to (T plus those in the cache), D width of the residual
+stream, W head width.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from drumline.config import GPTConfig
 
 
 def rope_table(config: GPTConfig) -> Tensor:
-    """Cosine and sine of every position's angle for every pair of a head's numbers: float32 (2, positions, W / 2)."""
+    """Cosines and sines of the rotary angles: float32 (2, positions, W / 2)."""
     pairs = torch.arange(0, config.head_width, 2, dtype=torch.float32)  # (W / 2)
     turns_per_token = 1.0 / config.rope_theta ** (pairs / config.head_width)
     places = torch.arange(config.max_position_embeddings, dtype=torch.float32)
@@ -23,17 +23,17 @@ def rope_table(config: GPTConfig) -> Tensor:
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn each pair (i, i + W / 2) of a head's numbers by its position's angle, as Llama pairs them: (..., T, W)."""
+    """Apply rotary embeddings to pairs (i, i + W / 2), as in Llama: (..., T, W)."""
     cos, sin = rope  # 2 x (T, W / 2)
     first, second = x.chunk(2, dim=-1)  # 2 x (..., T, W / 2)
-    # A bfloat16 x is turned in the table's float32: its own 8 bits would blur far positions.
+    # A bfloat16 x is rotated in float32: its 8 bits of precision would blur distant positions.
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
 def merge_documents(attention_mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
-    """Ids (B, T) that differ wherever tokens must not see each other.
+    """Document ids (B, T): tokens with different ids must not attend to each other.
 
-    Padding is a document of its own: no token looks at it, and it looks at itself, so that no softmax is empty.
+    Padding is a document of its own: no token attends to it, and it attends to itself, so that no softmax is empty.
     """
     if attention_mask is None or document_ids is None:
         return document_ids if attention_mask is None else attention_mask
@@ -41,7 +41,7 @@ def merge_documents(attention_mask: Tensor | None, document_ids: Tensor | None) 
 
 
 def positions(input_ids: Tensor, documents: Tensor | None, *, past: int) -> Tensor:
-    """How far each token is from the start of its document: int64 (T), or (B, T) where documents are given."""
+    """Position of each token in its document: int64 (T), or (B, T) with documents."""
     places = torch.arange(past, past + input_ids.size(1), device=input_ids.device)  # (T)
     if documents is None:
         return places
@@ -54,18 +54,18 @@ def starts(documents: Tensor) -> Tensor:
 
 
 def one_before(x: Tensor, documents: Tensor | None, *, last: Tensor | None) -> Tensor:
-    """What stood before each token, zeros before the first of a sequence or document: (B, T, D) -> (B, T, D).
+    """Shift by one token, with zeros before the first of a sequence or document: (B, T, D) -> (B, T, D).
 
-    last: (B, 1, D), what came before this call
+    last: (B, 1, D), from the previous call
     """
     before = torch.cat((torch.zeros_like(x[:, :1]) if last is None else last, x[:, :-1]), dim=1)
     return before if documents is None else before.masked_fill(starts(documents).unsqueeze(2), 0.0)
 
 
 def attention_mask_for(documents: Tensor | None, length: int, *, past: int, device: torch.device) -> Tensor | None:
-    """True where a query may see a key: (B, 1, T, T) for documents, (T, past + T) for several tokens after a past.
+    """Attention mask, True where a query may attend: (B, 1, T, T) for documents, (T, past + T) for several new tokens.
 
-    None where plain causality is all there is, for which attention has faster kernels.
+    None if plain causal attention is enough, which has faster kernels.
     """
     if documents is not None:
         same = documents[:, :, None] == documents[:, None, :]  # (B, T, T)

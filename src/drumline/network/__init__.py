@@ -1,7 +1,7 @@
-"""Addresses, interfaces and sockets -> who can reach whom, or why not. Knows nothing of torch.
+"""Addresses, interfaces and sockets -> who can reach whom, or why not. Independent of torch.
 
-`endpoint` reads HOST:PORT, `interfaces` knows this machine's addresses, `probe` measures the way to another host, and
-`background` leaves behind what never answers.
+`endpoint` parses HOST:PORT, `interfaces` lists this machine's addresses, `probe` measures the path to another host, and
+`background` runs calls that may never return.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Calls that may never end, in threads that can be left behind."""
+"""Calls that may never return, in threads that can be abandoned."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """A call in a thread of its own, which the end of the process does not wait for."""
+    """A call in a daemon thread."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -25,11 +25,11 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """The result of something that may never end; TimeoutError if it takes longer, and it is left behind."""
+    """The result of a call that may never return; TimeoutError after `seconds`, and the call is abandoned."""
     future = in_background(work)
     try:
         return future.result(seconds)
     except TimeoutError:
-        if future.done():  # it is the work's own
+        if future.done():  # raised by the call itself
             raise
-        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
+        raise TimeoutError(f"no response within {seconds:.0f} s") from None

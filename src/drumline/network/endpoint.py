@@ -1,4 +1,4 @@
-"""HOST:PORT, as flags and messages have it."""
+"""HOST:PORT, as in flags and messages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LAST_PORT = (1 << 16) - 1
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A host, by name or address, and one of its ports; `str` gives it as it is typed."""
+    """A host name or address, and a port; `str` formats it as a user would type it."""
 
     host: str
-    """An IPv6 address has no brackets here."""
+    """IPv6 addresses without brackets."""
     port: int
 
     def __str__(self) -> str:
@@ -27,7 +27,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str, *, default_port: int = RENDEZVOUS_PORT, flag: str = "--rdzv_endpoint") -> Endpoint:
-        """From HOST, HOST:PORT, [IPV6]:PORT, or an IPv6 address alone; ConfigError for anything else."""
+        """Parse HOST, HOST:PORT, [IPV6]:PORT, or an IPv6 address alone; ConfigError for anything else."""
         if _is_ipv6(text):
             return cls(text, default_port)
         form = _FORM.fullmatch(text)
@@ -39,7 +39,7 @@ class Endpoint:
 
 
 def _meant(text: str, default_port: int) -> Endpoint:
-    """The likeliest endpoint that a text should have been."""
+    """The endpoint that the user most likely meant."""
     host, _, port = text.rpartition(":")
     if _is_ipv6(host):
         return Endpoint(host, int(port) if _PORT.fullmatch(port) and 0 < int(port) <= _LAST_PORT else default_port)

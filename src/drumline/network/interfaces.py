@@ -1,4 +1,4 @@
-"""The network interfaces of this machine, InfiniBand's among them, and which of them gloo and NCCL would use."""
+"""The network interfaces of this machine, including InfiniBand, and which of them gloo and NCCL would use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 _VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali")
-"""Interfaces that lead nowhere outside their machine."""
+"""Interfaces that do not lead outside the machine."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Interface:
     mtu: int
     is_up: bool
     speed_mbit: int = 0
-    """0: not known."""
+    """0: unknown."""
 
     @property
     def is_loopback(self) -> bool:
@@ -36,7 +36,7 @@ class Interface:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address, v4 or v6, or the name localhost leads back to its own machine."""
+    """Whether an address (IPv4 or IPv6) is a loopback address, or the name localhost."""
     try:
         parsed = ipaddress.ip_address(address.strip("[]"))
     except ValueError:
@@ -64,12 +64,12 @@ def find_interfaces() -> list[Interface]:
 
 @dataclass(frozen=True)
 class InfiniBandPort:
-    """One port of a device that speaks InfiniBand, or RoCE over Ethernet, in the kernel's words."""
+    """One port of an InfiniBand or RoCE device, as the kernel describes it."""
 
     device: str
     number: int
     state: str
-    """ACTIVE, DOWN, INIT (no subnet manager has set it up)."""
+    """ACTIVE, DOWN, INIT (not configured by a subnet manager)."""
     layer: str
     rate: str
 
@@ -79,7 +79,7 @@ class InfiniBandPort:
 
 
 def find_infiniband(root: Path = Path("/sys/class/infiniband")) -> list[InfiniBandPort]:
-    """All ports of InfiniBand and RoCE. Takes no time."""
+    """All InfiniBand and RoCE ports. Takes no time."""
     ports = []
     for folder in sorted(root.glob("*/ports/*")):
         try:
@@ -93,11 +93,11 @@ def find_infiniband(root: Path = Path("/sys/class/infiniband")) -> list[InfiniBa
 
 
 def address_towards(host: str) -> str | None:
-    """The address of this machine from which packets to that one leave; None where there is no route."""
-    with contextlib.suppress(OSError):  # a name that is not known
+    """The source address of packets to that host; None if there is no route."""
+    with contextlib.suppress(OSError):  # an unknown name
         for family, kind, protocol, _, where in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(where)  # of a datagram socket: nothing is sent
+                probe.connect(where)  # a datagram socket: nothing is sent
                 return str(probe.getsockname()[0])
     return None
 
@@ -108,10 +108,10 @@ def interface_of(address: str, interfaces: Sequence[Interface]) -> Interface | N
 
 
 def gloo_address(environ: Mapping[str, str], interfaces: Sequence[Interface]) -> str | None:
-    """The address that gloo announces to the other ranks, as torch chooses it; None: it would find none and fail.
+    """The address that gloo announces to the other ranks, as torch chooses it; None if it would find none and fail.
 
-    Its rule: the first address of GLOO_SOCKET_IFNAME, or else what this machine's own name resolves to, or else lo. The
-    second is a trap where /etc/hosts gives the name 127.0.1.1, as Debian's installer does.
+    torch's rule: the first address of GLOO_SOCKET_IFNAME, else what this machine's own name resolves to, else lo. The
+    second is a trap where /etc/hosts maps the name to 127.0.1.1, as Debian's installer does.
     """
     if wanted := environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]:
         interface = next((interface for interface in interfaces if interface.name == wanted), None)
@@ -131,14 +131,14 @@ def gloo_address(environ: Mapping[str, str], interfaces: Sequence[Interface]) ->
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port that is not in use."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody listens on a port of this machine."""
+    """Whether a port of this machine is not in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,8 +1,8 @@
-"""Plain sockets between two hosts: does a connection open, how long does a byte take, do large packets arrive.
+"""Plain sockets between two hosts: connections, round-trip time, bandwidth, packet size.
 
-Knows nothing of torch. One side has a ProbeServer, which answers whoever knows its token: it tells the time, counts
-bytes and the lengths of datagrams, and does nothing else. The other side asks. What is measured is always the way from
-the asking side to the server, so that a fault of one direction is a fault of one host.
+Independent of torch. One side runs a ProbeServer, which answers clients that know its token: it tells the time and
+counts bytes and the lengths of datagrams, nothing else. The other side probes. Only the path from the client to the
+server is measured, so that a fault in one direction is attributed to one host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import psutil
 from drumline.network.background import within
 
 Why = Literal["", "unresolved", "refused", "timed out", "no route", "unreachable", "forbidden", "silent"]
-"""Why a connection does not open; empty: it does."""
+"""Why a connection cannot be opened; empty: it can."""
 
 TRANSFER_BYTES = 4 << 20
 _TOKEN_BYTES, _PINGS, _CONNECTIONS, _SERVER_S = 16, 8, 64, 15.0
@@ -37,41 +37,41 @@ _STALLED_BYTES = 64 << 10
 _TIME, _LENGTH = struct.Struct("!d"), struct.Struct("!I")
 _DATAGRAM_HEADERS = {socket.AF_INET: 28, socket.AF_INET6: 48}
 _SMALLEST_PACKET, _RUNGS = 576, 32
-# Of Linux; Python does not name them. "Probe" sets don't-fragment and believes nothing that was heard of the path.
+# Linux constants that Python lacks. "Probe" sets don't-fragment and ignores the cached path MTU.
 _DO_NOT_FRAGMENT = {socket.AF_INET: (socket.IPPROTO_IP, 10, 3), socket.AF_INET6: (socket.IPPROTO_IPV6, 23, 3)}
-# Offsets in Linux's tcp_info, which ends after the first three on old systems.
+# Offsets in Linux's tcp_info, which ends after the first three on old kernels.
 _ACKED, _RETRANSMITTED, _SEGMENTS, _LEAST_INFO_BYTES, _DUPLICATES, _INFO_BYTES = 120, 100, 156, 160, 216, 220
 
 
 @dataclass(frozen=True)
 class Ping:
-    """The quickest of several round trips."""
+    """The fastest of several round trips."""
 
     rtt_s: float
     skew_s: float
-    """The other clock less this one, to within half the round trip."""
+    """The other clock minus this one, accurate to half the round trip."""
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """What became of bytes that were sent one way as fast as they would go."""
+    """What happened to bytes that were sent in one direction at full speed."""
 
     bytes: int
     seconds: float
     stalled: bool
-    """Next to nothing arrived, although the connection was open."""
+    """Almost nothing arrived, although the connection was open."""
     segments: int = 0
     retransmitted: int = 0
-    """Of those segments; both 0 where the system does not say."""
+    """Of those segments; both are 0 if the system does not report them."""
 
 
 class ProbeServer:
-    """Answers probes on some addresses of this machine until it is closed."""
+    """Answers probes on addresses of this machine until it is closed."""
 
     def __init__(self, addresses: Iterable[str], *, clock: Callable[[], float] = time.time) -> None:
         self.token = secrets.token_hex(_TOKEN_BYTES // 2)
         self.ports: dict[str, tuple[int, int]] = {}
-        """Of each address that could be had: the port for connections, and the one for datagrams."""
+        """By address, if it could be bound: the TCP and the UDP port."""
         self._clock = clock
         self._selector = selectors.DefaultSelector()
         self._free = threading.BoundedSemaphore(_CONNECTIONS)
@@ -95,7 +95,7 @@ class ProbeServer:
                 each.bind((address, 0))
                 each.setblocking(False)
             listener.listen(_CONNECTIONS)
-        except OSError:  # the interface just lost it
+        except OSError:  # the interface just lost this address
             listener.close()
             datagrams.close()
             return
@@ -150,7 +150,7 @@ class ProbeServer:
 
 
 def resolve(name: str) -> list[str]:
-    """The addresses that a name means here; none where it does not resolve in time."""
+    """The addresses that a name resolves to here; empty if it does not resolve in time."""
     try:
         answers = within(_NAME_S, lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
     except OSError:
@@ -159,7 +159,7 @@ def resolve(name: str) -> list[str]:
 
 
 def user_of(port: int) -> str:
-    """The program that listens on a port, as far as this user may know."""
+    """The program that listens on a port, if this user may see it."""
     with contextlib.suppress(psutil.Error, OSError):
         for each in psutil.net_connections("tcp"):
             if each.status == psutil.CONN_LISTEN and each.laddr.port == port and each.pid not in (None, os.getpid()):
@@ -168,7 +168,7 @@ def user_of(port: int) -> str:
 
 
 def why_not(error: OSError) -> Why:
-    """What kept a connection from opening."""
+    """Why a connection could not be opened."""
     if isinstance(error, socket.gaierror):
         return "unresolved"
     if isinstance(error, TimeoutError):
@@ -184,7 +184,7 @@ def why_not(error: OSError) -> Why:
 
 
 def ping(address: str, port: int, token: str, *, within_s: float, clock: Callable[[], float] = time.time) -> Ping:
-    """Open a connection and send a byte there and back a few times; raises OSError where that does not work."""
+    """Connect and time a few one-byte round trips; raises OSError if that fails."""
     with _asking(address, port, token, b"P", within_s=within_s) as connection:
         trips, until = list[Ping](), time.monotonic() + within_s
         while not trips or (len(trips) < _PINGS and time.monotonic() < until):
@@ -197,7 +197,7 @@ def ping(address: str, port: int, token: str, *, within_s: float, clock: Callabl
 
 
 def transfer(address: str, port: int, token: str, *, within_s: float) -> Transfer:
-    """Send a few megabytes as fast as they go, for no longer than that; raises OSError where nothing opens at all."""
+    """Send a few megabytes at full speed, within a time limit; raises OSError if it cannot connect."""
     with _asking(address, port, token, b"U", within_s=within_s) as connection:
         since, sent, block = time.perf_counter(), 0, bytes(1 << 16)
         connection.settimeout(0.1)
@@ -216,7 +216,7 @@ def transfer(address: str, port: int, token: str, *, within_s: float) -> Transfe
 
 
 def largest_packet(address: str, port: int, token: str, *, mtu: int, rtt_s: float = 0.0) -> int:
-    """The largest packet up to `mtu` that arrives there whole; 0 where datagrams get no answer or cannot be sent so."""
+    """The largest packet up to `mtu` that arrives; 0 if datagrams are not answered or cannot be sent."""
     family = _family(address)
     if not sys.platform.startswith("linux"):
         return 0
@@ -241,12 +241,12 @@ def largest_packet(address: str, port: int, token: str, *, mtu: int, rtt_s: floa
 
 
 def _arrived(datagrams: socket.socket, token: str, sizes: Sequence[int], *, patience_s: float) -> set[int]:
-    """Which of these lengths get through; each is tried several times, so that mere loss is not taken for a limit."""
+    """Which of these lengths arrive; each is tried several times, so that random loss is not mistaken for a limit."""
     arrived: set[int] = set()
     for _ in range(4):
         for size in sizes:
             if size not in arrived:
-                with contextlib.suppress(OSError):  # larger than this machine itself can send
+                with contextlib.suppress(OSError):  # larger than this machine can send
                     datagrams.send(token.encode().ljust(size, b"\0"))
         until = time.monotonic() + patience_s
         while len(arrived) < len(sizes) and (left_s := until - time.monotonic()) > 0:
@@ -264,10 +264,9 @@ def _asking(address: str, port: int, token: str, what: bytes, *, within_s: float
 
 
 def _sent_so_far(connection: socket.socket) -> tuple[int, int, int]:
-    """Bytes that were acknowledged, segments sent, and segments sent again; zeros where the system does not say.
+    """Bytes acknowledged, segments sent, and segments retransmitted; zeros if the system does not report them.
 
-    A segment that was sent again although it had arrived, as happens where the other side is too busy to answer at
-    once, is not counted as sent again.
+    Spurious retransmissions, as when the other side is too busy to acknowledge in time, are not counted.
     """
     if not sys.platform.startswith("linux"):
         return 0, 0, 0

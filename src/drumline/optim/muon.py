@@ -1,10 +1,10 @@
-"""Muon: the update of a matrix is its momentum with all singular values brought near 1; other weights are AdamW's.
+"""Muon: matrix updates are momentum with all singular values moved close to 1; other weights use AdamW.
 
-Then each row is divided by how large its updates have been of late, as Adam does with each number ("NorMuon", Li et
-al., 2025): outputs of a layer learn at about one rate.
+Each row is then divided by the RMS of its recent updates, as Adam does per element ("NorMuon", Li et al., 2025), so
+that all outputs of a layer learn at a similar rate.
 
-Matrices of one shape are brought there together, as one batch of matrix products. Every rank computes the same update
-from the same gradient, so nothing is exchanged.
+Matrices of the same shape are orthogonalized together, as one batch of matmuls. Every rank computes the same update
+from the same gradient, so there is no communication.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from drumline.lazy import room
 from drumline.optim.suited import suits_kernels
 
 FIRST_MOMENTUM, MOMENTUM_STEPS = 0.85, 100
-"""Momentum grows from this, over so many steps: early gradients are soon out of date."""
+"""Initial momentum, and the number of steps over which it is warmed up: early gradients are soon outdated."""
 
 _VARIANCE_BETA = 0.95
 
-# x <- a x + b (x x^T) x + c (x x^T)^2 x, with triples that differ from one iteration to the next: the first four of
-# "Polar Express" (Amsel et al., 2025). They leave singular values between about 0.4 and 1.6, which is near enough.
+# x <- a x + b (x x^T) x + c (x x^T)^2 x, with different coefficients in each iteration: the first four of "Polar
+# Express" (Amsel et al., 2025). They leave singular values between about 0.4 and 1.6, which is close enough.
 _ITERATIONS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -35,11 +35,11 @@ _ITERATIONS = (
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for `matrices`, and the optimizer `others` for the rest, as one: its groups are theirs, Muon's the first."""
+    """Muon for `matrices` and the optimizer `others` for the rest, combined; Muon's parameter groups come first."""
 
     found_inf: Tensor
-    """Above 0 on the device where nothing is to change, and what gradients are divided by: as torch's GradScaler tells
-    an optimizer that can do without the host's word."""
+    """Device tensors of torch's GradScaler protocol, for optimizers that need no synchronization with the host:
+    found_inf above 0 skips the update, grad_scale divides the gradients."""
     grad_scale: Tensor | None
 
     def __init__(
@@ -52,26 +52,26 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float,
         row_parts: Mapping[Tensor, Sequence[int]] | None = None,
     ) -> None:
-        """row_parts: how many rows belong together, of matrices that are several in one; each is updated for itself"""
+        """row_parts: row counts of matrices that are stacked in one parameter; each is updated separately"""
         super().__init__(matrices, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self._others, self._row_parts = others, dict(row_parts or {})
-        told = bool(getattr(others, "_step_supports_amp_scaling", False)) or not others.param_groups[0]["params"]
-        self._step_supports_amp_scaling = told and all(map(suits_kernels, self.param_groups[0]["params"]))
+        scalable = bool(getattr(others, "_step_supports_amp_scaling", False)) or not others.param_groups[0]["params"]
+        self._step_supports_amp_scaling = scalable and all(map(suits_kernels, self.param_groups[0]["params"]))
         self.param_groups += others.param_groups
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update of all weights that have a gradient; a closure is not called."""
+        """Update all weights that have a gradient; a closure is not called."""
         self._step_matrices(self.param_groups[0])
         others: Any = self._others
-        # One state and one list of groups, whoever replaced them since.
+        # One state and one list of groups, even if they were replaced since.
         others.state, others.param_groups = self.state, self.param_groups[1:]
-        told = {name: vars(self)[name] for name in ("found_inf", "grad_scale") if name in vars(self)}
-        vars(others).update(told)
+        scaling = {name: vars(self)[name] for name in ("found_inf", "grad_scale") if name in vars(self)}
+        vars(others).update(scaling)
         try:
             others.step()
         finally:
-            for name in told:
+            for name in scaling:
                 delattr(others, name)
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Muon(torch.optim.Optimizer):
             way(
                 parts,
                 momentum=group["momentum"],
-                # Each output changes by about as much, however many inputs it has.
+                # Outputs change by a similar amount, regardless of the number of inputs.
                 rate=group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5,
                 kept=1.0 - group["lr"] * group["weight_decay"],
                 divisor=vars(self).get("grad_scale"),
@@ -109,15 +109,15 @@ class Muon(torch.optim.Optimizer):
 
 
 class _Part(NamedTuple):
-    """A matrix, or some rows of one."""
+    """A matrix, or a slice of its rows."""
 
     weight: Tensor
     gradient: Tensor
     momentum: Tensor
     variance: Tensor
-    """Of each row's updates."""
+    """Running second moment of each row's updates."""
     updates: Tensor
-    """How many there were."""
+    """Number of updates so far."""
 
 
 def _update(parts: Sequence[_Part], *, momentum: float, rate: float, kept: float, **unused: None) -> None:
@@ -125,7 +125,7 @@ def _update(parts: Sequence[_Part], *, momentum: float, rate: float, kept: float
     weights, gradients, momenta, variances, updates = (list(each) for each in zip(*parts, strict=True))
     mu = momentum_at(int(updates[0]), momentum)
     torch._foreach_lerp_(momenta, gradients, 1.0 - mu)
-    directions = orthogonal(torch.stack(torch._foreach_lerp(gradients, momenta, mu)))  # of Nesterov's look ahead
+    directions = orthogonal(torch.stack(torch._foreach_lerp(gradients, momenta, mu)))  # Nesterov momentum
     directions = directions * row_factors(directions, variances, updates[0]).unsqueeze(2)
     if kept != 1.0:
         torch._foreach_mul_(weights, kept)
@@ -141,8 +141,8 @@ def _update_by_kernels(
     divisor: Tensor | None,
     skipped: Tensor | None,
 ) -> None:
-    """The same; gradients are divided, and nothing changes if it is to be skipped."""
-    kernels = room("kernels")  # Triton's
+    """The same on a GPU; gradients are unscaled, and the update may be skipped."""
+    kernels = room("kernels")  # Triton
     weights, gradients, momenta, variances, updates = (list(each) for each in zip(*parts, strict=True))
     one = torch.ones_like(updates[0])
     skipped = 1.0 - one if skipped is None else skipped
@@ -167,9 +167,9 @@ def momentum_at(step: int, momentum: float) -> float:
 def row_factors(
     directions: Tensor, variances: list[Tensor], updates: Tensor, *, skipped: Tensor | None = None
 ) -> Tensor:
-    """What to multiply each row with, (N, rows, columns) -> (N, rows), so that a matrix keeps its norm.
+    """Row scales, (N, rows, columns) -> (N, rows), that preserve the norm of each matrix.
 
-    variances: N of (rows,), advanced unless the update is skipped
+    variances: N of (rows,), updated unless the update is skipped
     """
     squares = torch.linalg.vector_norm(directions, dim=2, dtype=torch.float32).square() / directions.size(2)
     before = torch.stack(variances)
@@ -184,9 +184,9 @@ def row_factors(
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Matrices with the same singular vectors and singular values near 1: (N, rows, columns) -> the same.
+    """Matrices with the same singular vectors, and singular values close to 1: (N, rows, columns) -> the same.
 
-    A matrix of zeros stays one. On CUDA the products are bfloat16, whose errors are smaller than what is left anyway.
+    A zero matrix stays zero. On CUDA, matmuls are bfloat16, whose error is smaller than the remaining deviation anyway.
     """
     norms = matrices.square().sum((1, 2), keepdim=True).sqrt()  # (N, 1, 1), at least the largest singular value
     x = matrices / (norms * 1.02 + 1e-7)
@@ -194,7 +194,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 def raised(x: Tensor) -> Tensor:
-    """Matrices with singular values from 0 to 1 raised to near 1: (N, rows, columns) -> the same."""
+    """Raise singular values from between 0 and 1 to close to 1: (N, rows, columns) -> the same."""
     tall = x.size(1) > x.size(2)
     for a, b, c in _ITERATIONS:
         gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)  # (N, m, m), m the shorter side

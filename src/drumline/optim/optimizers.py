@@ -1,6 +1,6 @@
-"""Which weights are trained by what, and the learning rate as a function of the step.
+"""Parameter groups, optimizers, and the learning rate as a function of the step.
 
-Settings that an OptimConfig leaves open are the classic recipe's here; `presets.with_preset` fills them in before.
+Settings that are None in an OptimConfig default to the classic recipe here; `presets.with_preset` resolves them first.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def learning_rate(step: int, optim: OptimConfig, *, total_steps: int) -> float:
 
 
 def scaled(optim: OptimConfig, *, sequences: int) -> OptimConfig:
-    """With the learning rate that suits a step of `sequences`, if it is to follow the size of a step."""
+    """With the learning rates scaled to a batch of `sequences`, if scale_lr is set."""
     if optim.scale_lr == "none" or optim.lr is None or optim.base_batch_size is None:
         return optim
     ratio = sequences / optim.base_batch_size
@@ -48,9 +48,9 @@ def warmup_steps(optim: OptimConfig, *, total_steps: int) -> int:
 
 
 def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
-    """AdamW for all weights, Muon for the matrices and AdamW for the others, or what a plug-in makes.
+    """AdamW for all weights; Muon for matrices and AdamW for the rest; or a custom optimizer.
 
-    A group's rate at any time is the schedule's, whose peak is `optim.lr`, times the group's own "lr_ratio".
+    A group's learning rate is the schedule, which peaks at `optim.lr`, times the group's "lr_ratio".
     """
     if optim.optimizer not in (None, *OPTIMIZERS):
         from drumline.plugins import load_plugin
@@ -83,16 +83,16 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
         return adamw
     from drumline.optim.muon import Muon
 
-    # Queries, keys and values are three matrices, although they are one parameter.
+    # Queries, keys and values are three matrices stacked in one parameter.
     row_parts = {part.qkv.weight: part.row_parts for part in model.modules() if isinstance(part, CausalSelfAttention)}
     return Muon(matrices, adamw, lr=lr, momentum=_known(optim.momentum), weight_decay=decay, row_parts=row_parts)
 
 
 def parameters_by_kind(model: nn.Module) -> dict[str, list[Tensor]]:
-    """The trained weights: matrices, embeddings, head (the output matrix), vectors (norms, biases), others.
+    """The trained weights: matrices, embeddings, head (output projection), vectors (norms, biases), others.
 
-    The output matrix is what the model calls `head_weight`, be it an embedding too. In a model without that name it
-    is a matrix like the others.
+    The output projection is the model's `head_weight`, even if it is tied to an embedding. In a model without that
+    attribute, it is a matrix like the others.
     """
     output = getattr(model, "head_weight", None)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -111,6 +111,6 @@ def parameters_by_kind(model: nn.Module) -> dict[str, list[Tensor]]:
 
 
 def _known(value: T | None) -> T:
-    """A setting that has been filled in."""
+    """A setting that must be resolved."""
     assert value is not None
     return value

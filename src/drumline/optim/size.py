@@ -1,4 +1,4 @@
-"""How much a run's weights and its optimizer's state will take, before either exists."""
+"""The size of a run's weights and optimizer state, before they are allocated."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from drumline.optim.optimizers import parameters_by_kind
 
 @dataclass(frozen=True)
 class StateSize:
-    """In numbers of float32."""
+    """Counts of float32 numbers."""
 
     parameters: int
     moments: int
-    """What the optimizer keeps: AdamW two moments of each weight, Muon one of each matrix."""
+    """Optimizer state: two moments per weight for AdamW, one per matrix weight for Muon."""
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -26,12 +26,12 @@ class StateSize:
 
     @property
     def training_bytes(self) -> int:
-        """With gradients."""
+        """Including gradients."""
         return 4 * (2 * self.parameters + self.moments)
 
 
 def state_size(config: TrainConfig, *, vocab_size: int) -> StateSize:
-    """For a filled-in config; the model is built without memory for its weights."""
+    """For a resolved config; the model is built on the meta device."""
     with torch.device("meta"):
         model = build_model(config, vocab_size=vocab_size)
     parameters = sum(p.numel() for p in model.parameters())
@@ -40,7 +40,7 @@ def state_size(config: TrainConfig, *, vocab_size: int) -> StateSize:
 
 
 def checkpoints_bytes(config: TrainConfig) -> int:
-    """About what a run's checkpoints will take on disk; 0 for plug-ins, and for settings that will be refused."""
+    """Estimated disk space of a run's checkpoints; 0 for custom models or optimizers, and for invalid settings."""
     if config.model.model != "gpt":
         return 0
     try:
@@ -48,4 +48,4 @@ def checkpoints_bytes(config: TrainConfig) -> int:
         one = state_size(config, vocab_size=config.data.vocab_size or 1).checkpoint_bytes
     except DrumlineError:
         return 0
-    return one * (config.run.keep_checkpoints + config.run.keep_best + 1)  # one is written before one goes
+    return one * (config.run.keep_checkpoints + config.run.keep_best + 1)  # a new one is written before an old one goes

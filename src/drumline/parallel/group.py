@@ -134,7 +134,7 @@ def _rendezvous(place: Place) -> Store:
         where = f"{place.master_addr}:{place.master_port}"
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise ConfigError(
-                f"port {place.master_port}, where rank 0 on {socket.gethostname()} is to meet the others, is in use",
+                f"the rendezvous port {place.master_port} of rank 0 on {socket.gethostname()} is in use",
                 fix="choose a free one: the same MASTER_PORT (or --master_port) on every host",
             ) from None
         raise ConfigError(

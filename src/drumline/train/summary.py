@@ -59,7 +59,7 @@ def conclude(config: TrainConfig, data: Data, setup: Setup, records: Records, re
     folder = setup.folder
     again = f"drumline train --run_dir {folder.path}"
     if result.state != "finished":
-        records.say(f"stopped at step {result.step:,}, everything is saved; to go on:\n  {again}")
+        records.say(f"stopped at step {result.step:,}, everything is saved; to resume:\n  {again}")
         return result
     try:
         with raising():

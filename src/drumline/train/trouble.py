@@ -129,7 +129,7 @@ def compare_replicas(model: nn.Module, world: World, step: int, *, tell: Callabl
     tell("", {"event": "replica drift", "what": problem})
     raise ReplicaDriftError(
         problem,
-        fix="start the same command again to go on from the last checkpoint; test the memory of the odd host",
+        fix="run the same command again to resume from the last checkpoint; test the memory of the odd host",
         told=not world.is_rank0,
     )
 

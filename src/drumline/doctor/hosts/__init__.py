@@ -1,1 +1,1 @@
-"""Several hosts that check each other -> findings; what each module does stands in `doctor`."""
+"""Several hosts that check each other -> findings; the modules are described in `doctor`."""

@@ -1,6 +1,6 @@
-"""What hosts of one run must have alike: versions and data. An odd host is named, with the line that mends it.
+"""What the hosts of a run must have in common: versions and data. The host that differs is named, with a fix.
 
-Pure: no socket, no clock, no machine.
+Pure functions: no I/O.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from drumline.doctor.hosts.report import BY_MANIFEST, BY_NAME, DIGEST_LETTERS, H
 from drumline.parallel import odd_ones
 
 _NO_GPU = "none"
-"""What a host without a GPU that torch can use says of its NCCL."""
+"""NCCL version of a host without a GPU that torch can use."""
 
 
 def compare_versions(hosts: Sequence[HostFacts]) -> list[Finding]:
-    """The hosts whose versions are not the usual ones."""
+    """Hosts whose versions differ from most."""
     names = {facts.number: label(facts, hosts) for facts in hosts}
     torch, odd_torch = odd_ones({facts.number: facts.versions.get("torch", "") for facts in hosts})
     lacking: list[Finding] = []
     odd: list[Finding] = []
     for name in ("drumline", "python", "torch", "cuda", "nccl"):
         values = {facts.number: facts.versions[name] for facts in hosts if name in facts.versions}
-        if name in ("cuda", "nccl"):  # they come with torch
+        if name in ("cuda", "nccl"):  # part of torch
             values = {number: value for number, value in values.items() if number not in odd_torch}
         if name == "nccl":
             lacking += _without_gpu(values, names)
@@ -39,7 +39,7 @@ def compare_versions(hosts: Sequence[HostFacts]) -> list[Finding]:
 
 
 def _without_gpu(values: Mapping[int, str], names: Mapping[int, str]) -> list[Finding]:
-    """The hosts that have no GPU where others have one."""
+    """Hosts without a GPU when others have one."""
     lacking = [number for number, value in values.items() if value == _NO_GPU]
     having = [names[number] for number in values if number not in lacking]
     if not having:
@@ -52,7 +52,7 @@ def _without_gpu(values: Mapping[int, str], names: Mapping[int, str]) -> list[Fi
 
 
 def _install(name: str, version: str, torch: str) -> str:
-    """Drumline and its Python are made in the checkout there."""
+    """How to install a version; drumline and its Python are installed from the checkout there."""
     install = "pip install -c constraints.txt -e ."
     if name == "python":
         return f"uv venv --clear --python {version} && uv {install}"
@@ -62,9 +62,9 @@ def _install(name: str, version: str, torch: str) -> str:
 
 
 def compare_data(hosts: Sequence[HostFacts], data: Mapping[int, Mapping[str, str]]) -> list[Finding]:
-    """What the hosts that told of their data have not alike, or lack.
+    """Differences in the data that hosts reported, and missing data.
 
-    data: a digest for each file or folder, or what is wrong with it, by host number
+    data: for each host, a digest per file or folder, or what is wrong with it
     """
     by_number = {facts.number: facts for facts in hosts if facts.number in data}
     labels = {number: label(facts, hosts) for number, facts in by_number.items()}
@@ -80,7 +80,7 @@ def compare_data(hosts: Sequence[HostFacts], data: Mapping[int, Mapping[str, str
         elif not odd:
             findings.append(Finding("data", "failed", f"{name} is {usual} on every host", f"ls -l {there}"))
         for number in odd:
-            what = f"{name} of {labels[number]} is {_brief(values[number])}, of {labels[pattern]} {_brief(usual)}"
+            what = f"{name} on {labels[number]} is {_brief(values[number])}, on {labels[pattern]} {_brief(usual)}"
             here = by_number[number].data_paths.get(top, top)
             fix = f"rsync -a {by_number[pattern].host}:{there} {here.removesuffix(top) or './'}"
             findings.append(Finding("data", "failed", what, fix, labels[number]))
@@ -88,7 +88,7 @@ def compare_data(hosts: Sequence[HostFacts], data: Mapping[int, Mapping[str, str
 
 
 def _how_alike(digests: Sequence[str]) -> str:
-    """How many are alike, and by what they were compared."""
+    """How many are identical, and how they were compared."""
     folders = sum(digest.endswith(BY_NAME) for digest in digests)
     tokens = sum(digest.endswith(BY_MANIFEST) for digest in digests)
     kinds = [
@@ -97,7 +97,7 @@ def _how_alike(digests: Sequence[str]) -> str:
         (folders, "folder", BY_NAME),
     ]
     parts = [
-        f"{count} {noun} is alike{by}" if count == 1 else f"{count} {noun}s are alike{by}"
+        f"{count} {noun} is identical{by}" if count == 1 else f"{count} {noun}s are identical{by}"
         for count, noun, by in kinds
         if count
     ]

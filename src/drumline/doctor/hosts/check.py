@@ -1,7 +1,7 @@
-"""Checks several hosts together: they meet, tell each other what they are, try every way between them, and reduce.
+"""Check several hosts together: they connect, exchange facts, probe every path between them, and time collectives.
 
-Each host does the same; the first one calls the roll, judges, and its findings are everyone's. Every wait has an end,
-so that whatever is broken is told and never waited for.
+Each host does the same; the first one collects and judges the results, and its findings are shared with all. Every
+wait has a timeout, so that whatever is broken is reported.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from drumline.network import ProbeServer, is_loopback, resolve, within
 _LOOKS_S, _COLLECTIVES_S, _SLACK_S, _GRACE_S = 30.0, 90.0, 15.0, 8.0
 _SAY_S, _WAIT_S, _GOODBYE_S = 5.0, 0.05, 15.0
 _HASH_S, _HASH_BYTES_PER_S = 60.0, 10e6
-"""How long hosts may take to hash their data: slow disks, and those of a network, are no fault."""
+"""How long hosts may take to hash their data: slow and network disks are not an error."""
 
 
 @dataclass(frozen=True)
 class HostsReport:
-    """What came of it; the same on every host that met the others."""
+    """The result; the same on every host that reached the rendezvous."""
 
     findings: tuple[Finding, ...] = ()
     timings: tuple[Timings, ...] = ()
     names: Mapping[int, str] = field(default_factory=dict)
-    """Of the hosts that met, by number."""
+    """Names of the hosts that joined, by number."""
     tells: bool = False
-    """Whether this process is the one to print it: the first host, or one that never met the others."""
+    """Whether this process prints the report: on the first host, or one that never reached the others."""
 
 
 def check_hosts(
@@ -50,9 +50,9 @@ def check_hosts(
     collectives: bool = True,
     clock: Callable[[], float] = time.time,
 ) -> HostsReport:
-    """Check this host together with the others; each of them calls this.
+    """Check this host together with the others; every host calls this.
 
-    patience_s: how long hosts that are not there yet are waited for; data: files and folders that should be alike
+    patience_s: how long to wait for the other hosts; data: files and folders that should be identical
     """
     if rendezvous.spare:
         return HostsReport()
@@ -64,14 +64,14 @@ def check_hosts(
 
 
 class _Check:
-    """One host's part."""
+    """One host's part of the check."""
 
     def __init__(self, rendezvous: Rendezvous, *, say: Callable[[str], None], patience_s: float) -> None:
         self._rendezvous = rendezvous
         self._say = say
         self._patience_s = patience_s
         self._silent: set[int] = set()
-        """Hosts that came and then stopped answering; only the first host, which asks all, knows of them."""
+        """Hosts that joined and then stopped responding; known only to the first host, which collects from all."""
         self._messenger = Messenger(meet(rendezvous, patience_s=patience_s, say=say), rendezvous.address)
 
     def run(self, data: Sequence[Path], *, collectives: bool, clock: Callable[[], float]) -> HostsReport:
@@ -100,13 +100,13 @@ class _Check:
         number = self._messenger.count("arrivals")
         if number >= self._rendezvous.hosts:
             host, expected = socket.gethostname(), self._rendezvous.hosts
-            what = f"{host} came as host {number + 1} of {expected}: a host came twice, or more are there than expected"
+            what = f"{host} joined as host {number + 1} of {expected}: one joined twice, or there are too many"
             fix = replace(self._rendezvous, hosts=number + 1, names=()).again
             raise CheckEndedError(Finding("rendezvous", "failed", what, fix, host))
         return number
 
     def _gather(self, own: HostFacts) -> tuple[list[HostFacts], Finding]:
-        """The hosts that came, and whether those are all."""
+        """The hosts that joined, and whether all did."""
         until = time.monotonic() + self._patience_s
         if self._rendezvous.leads:
             hosts = [self._facts(number) for number in self._call_the_roll(until)]
@@ -116,7 +116,7 @@ class _Check:
             return hosts, attendance
         roster = self._from_leader("roster", until=until + _SLACK_S)
         if own.number not in roster["came"]:
-            what = f"{own.host} came after the others had stopped waiting"
+            what = f"{own.host} joined after the others had stopped waiting"
             fix = f"{self._rendezvous.again} --patience {max(60.0, 2 * self._patience_s):.0f}"
             raise CheckEndedError(Finding("rendezvous", "failed", what, fix, own.host))
         return [self._facts(number) for number in roster["came"]], Finding(**roster["attendance"])
@@ -131,12 +131,12 @@ class _Check:
             if len(came) == len(expected) or time.monotonic() > until:
                 return came
             if time.monotonic() > say_at:
-                self._say(f"{len(came)} of {len(expected)} hosts are here; waiting for the others")
+                self._say(f"{len(came)} of {len(expected)} hosts have joined; waiting for the others")
                 say_at += 2 * _SAY_S
             time.sleep(_WAIT_S)
 
     def _missing(self, hosts: Sequence[HostFacts]) -> str:
-        """Who did not come; empty where that cannot be told."""
+        """The hosts that did not join; empty if unknown."""
         names = self._rendezvous.names
         gone = sorted(set(range(self._rendezvous.hosts)) - {each.number for each in hosts})
         if self._rendezvous.number is not None:
@@ -149,9 +149,9 @@ class _Check:
         expected, where = self._rendezvous.hosts, self._rendezvous.where
         here = ", ".join(label(each, hosts) for each in hosts)
         if len(hosts) == expected:
-            return Finding("rendezvous", "ok", f"{expected} hosts met at {where}: {here}")
+            return Finding("rendezvous", "ok", f"{expected} hosts joined at {where}: {here}")
         missing, address = self._missing(hosts), self._rendezvous.address
-        came = f"{len(hosts)} of {expected} hosts came to {where} within {self._patience_s:.0f} s"
+        came = f"{len(hosts)} of {expected} hosts joined at {where} within {self._patience_s:.0f} s"
         means = resolve(address)
         if len(hosts) == 1 and address != here and means and all(map(is_loopback, means)):
             what = f"{came}: {address} is {here} itself there, and every other host itself elsewhere"
@@ -164,7 +164,7 @@ class _Check:
     def _look_around(
         self, own: HostFacts, hosts: Sequence[HostFacts], data: Sequence[Path], clock: Callable[[], float]
     ) -> tuple[list[Finding], bool]:
-        """What everyone saw of everyone, judged; and whether it makes sense to try collectives."""
+        """What all hosts saw of each other, judged; and whether collectives are worth trying."""
         until, sights = time.monotonic() + min(_LOOKS_S, (len(hosts) - 2) * LOOK_S), list[Sight]()
         for target in peers(own, hosts):
             if not sights or time.monotonic() < until:
@@ -184,7 +184,7 @@ class _Check:
         return findings, fit
 
     def _post_data(self, own: HostFacts, hosts: Sequence[HostFacts], data: Sequence[Path]) -> None:
-        """Tell what data is here. This host is not missed meanwhile, however long it reads: it has come already."""
+        """Report the data on this host. It may take as long as it needs: the host has already joined."""
         if _hashing_s(hosts):
             hashes = {name: digest for path in data for name, digest in data_hashes(path).items()}
             self._messenger.post(f"data/{own.number}", hashes)
@@ -229,7 +229,7 @@ class _Check:
         names = {each.number: label(each, hosts) for each in hosts}
         interfaces = {each.number: each.interfaces[0].name for each in hosts if each.interfaces}
         errors = {number: each["error"] for number, each in posted.items() if "error" in each}
-        if not findings:  # whoever lost a host that is silent now only tells of that
+        if not findings:  # a host that is silent now explains why others lost it
             findings += [
                 _failed(backend, names[number], error, interfaces.get(number)) for number, error in errors.items()
             ]
@@ -241,9 +241,9 @@ class _Check:
     def _collect(
         self, key: str, hosts: Sequence[HostFacts], *, until: float, doing: str = ""
     ) -> tuple[dict[int, Any], list[Finding]]:
-        """What each host left under a key, and a finding for each that left nothing.
+        """What each host posted under a key, and a finding for each that posted nothing.
 
-        doing: what keeps those who left nothing yet
+        doing: what hosts that have not posted are busy with
         """
         posted: dict[int, Any] = {}
         say_at = time.monotonic() + _SAY_S
@@ -252,7 +252,7 @@ class _Check:
             for each in hosts:
                 if each.number not in posted and self._messenger.has(f"{key}/{each.number}"):
                     posted[each.number] = self._messenger.read(f"{key}/{each.number}")
-                    if "error" in posted[each.number]:  # the others have one as well by now, or are gone
+                    if "error" in posted[each.number]:  # by now the others have failed too, or are gone
                         until = min(until, time.monotonic() + _GRACE_S)
             if doing and time.monotonic() > say_at:
                 busy = ", ".join(label(each, hosts) for each in hosts if each.number not in posted)
@@ -263,7 +263,7 @@ class _Check:
         for each in hosts:
             if each.number not in posted:
                 name = label(each, hosts)
-                what = f"{name} came, and then stopped answering{f' while {doing}' if doing else ''}"
+                what = f"{name} joined and then stopped responding{f' while {doing}' if doing else ''}"
                 fix = f"ping -c 3 {next(iter(each.addresses), each.host)}"
                 silent.append(Finding("rendezvous", "failed", what, fix, name))
                 self._silent.add(each.number)
@@ -273,12 +273,12 @@ class _Check:
         message = self._messenger.wait(key, until=until)
         if message is None:
             where = self._rendezvous.address
-            what = f"the first host, which judges, stopped answering ({self._rendezvous.where} still does)"
+            what = f"the first host stopped responding ({self._rendezvous.where} still responds)"
             raise CheckEndedError(Finding("rendezvous", "failed", what, f"ping -c 3 {where}", where))
         return message
 
     def _part(self, own: HostFacts, others: Sequence[int]) -> None:
-        """Whoever keeps the store goes last: a slow host still reads there what was found."""
+        """The host of the store exits last, so that slow hosts can still read the findings."""
         if not self._rendezvous.keeps:
             self._messenger.post(f"left/{own.number}", True)
             return
@@ -289,19 +289,19 @@ class _Check:
 
 
 def _hashing_s(hosts: Sequence[HostFacts]) -> float:
-    """How long to wait for the data of these hosts; 0 where none is compared."""
+    """How long to wait for the data of these hosts; 0 if none is compared."""
     if not any(each.data_paths for each in hosts):
         return 0.0
     return _HASH_S + max(each.hashed_bytes for each in hosts) / _HASH_BYTES_PER_S
 
 
 def _meanings(name: str) -> set[str]:
-    """All that a host which was given as [USER@]NAME may call itself."""
+    """All names that a host given as [USER@]NAME may use for itself."""
     bare = name.rpartition("@")[2]
     return {bare, bare.partition(".")[0], *resolve(bare)}
 
 
 def _failed(backend: CollectiveBackend, host: str, error: str, interface: str | None) -> Finding:
-    what = f"{backend} fails on {host}, though plain connections work: {error}"
+    what = f"{backend} fails on {host}, although plain TCP connections work: {error}"
     variables = "GLOO_SOCKET_IFNAME" if backend == "gloo" else "NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME"
     return Finding(backend, "failed", what, f"export {variables}={interface or 'eth0'}", host)

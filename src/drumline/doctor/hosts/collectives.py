@@ -1,7 +1,7 @@
-"""How fast hosts reduce together: all-reduce by size over all of them, and by pair; which host holds the others up.
+"""Collectives between hosts: all-reduce by size over all of them, and by pair; and the host that slows others down.
 
-Each host takes part with one process. Groups are made over a store that the hosts already share, and are kept until the
-process ends: freeing one can deadlock with gloo's threads.
+Each host takes part with one process. Process groups use the store that the hosts already share, and live until the
+process exits: freeing one can deadlock with gloo's threads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KEPT: list[Any] = []
 
 @dataclass(frozen=True)
 class SizeRow:
-    """All hosts together."""
+    """Over all hosts."""
 
     bytes: int
     seconds: float
@@ -43,7 +43,7 @@ class SizeRow:
 
 @dataclass(frozen=True)
 class PairRow:
-    """Two hosts alone, by number."""
+    """Between two hosts, by number."""
 
     hosts: tuple[int, int]
     latency_s: float
@@ -52,7 +52,7 @@ class PairRow:
 
 @dataclass(frozen=True)
 class Timings:
-    """What was measured with one backend."""
+    """Measurements with one backend."""
 
     backend: CollectiveBackend
     sizes: tuple[SizeRow, ...] = ()
@@ -71,7 +71,7 @@ class Timings:
         return [(_bytes(row.bytes), f"{row.seconds * 1e3:.2f}", _rate(row.bytes / row.seconds)) for row in self.sizes]
 
     def pair_rows(self, names: Mapping[int, str]) -> list[tuple[str, ...]]:
-        """For PAIR_COLUMNS, the slowest first."""
+        """For PAIR_COLUMNS, slowest first."""
         slowest = sorted(self.pairs, key=lambda row: -row.latency_s)
         return [
             (" - ".join(names[number] for number in row.hosts), f"{row.latency_s * 1e3:.2f}", _rate(row.bytes_per_s))
@@ -80,12 +80,12 @@ class Timings:
 
 
 def measure(store: Store, numbers: Sequence[int], own: int, backend: CollectiveBackend) -> Timings:
-    """Reduce with all of these hosts and with each of them alone; RuntimeError of torch's where a collective fails.
+    """Time all-reduce over all hosts and for each pair; raises torch's RuntimeError if a collective fails.
 
     numbers: of all hosts that take part; own: of this one
     """
     if backend == "nccl":
-        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout is an error here, not the process's end
+        os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # a timeout raises here instead of killing the process
         torch.cuda.set_device(0)
     device = torch.device("cuda", 0) if backend == "nccl" else torch.device("cpu")
     store = PrefixStore(f"collectives/{backend}", store)
@@ -93,7 +93,7 @@ def measure(store: Store, numbers: Sequence[int], own: int, backend: CollectiveB
     sizes: list[SizeRow] = []
     for size_bytes in SIZES_BYTES:
         if len(sizes) > 1 and (sizes[-1].seconds - sizes[-2].seconds) * size_bytes / sizes[-1].bytes > _LONGEST_S:
-            break  # on every host: what was measured is the same on all
+            break  # on every host: all have the same measurements
         sizes.append(SizeRow(size_bytes, whole.fastest_s(size_bytes)))
     pairs = []
     for round_of in rounds(len(numbers))[:_MOST_ROUNDS]:
@@ -108,7 +108,7 @@ def measure(store: Store, numbers: Sequence[int], own: int, backend: CollectiveB
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Who meets whom, round by round: everyone meets everyone once, and nobody two at a time."""
+    """Pairs in rounds: every host is paired with every other once, and with one at a time."""
     places: list[int | None] = [*range(count), *([None] if count % 2 else [])]
     table = []
     for _ in range(len(places) - 1):
@@ -119,14 +119,14 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def merged(every: Sequence[Timings]) -> Timings:
-    """What all hosts measured with one backend."""
+    """All measurements with one backend."""
     sizes = max((timings.sizes for timings in every), key=len)
     pairs = {row.hosts: row for timings in every for row in timings.pairs}
     return Timings(every[0].backend, sizes, tuple(pairs[key] for key in sorted(pairs)))
 
 
 def judge_timings(timings: Timings, names: Mapping[int, str], interfaces: Mapping[int, str]) -> list[Finding]:
-    """The figures in a line, and the host that is slow with everyone."""
+    """The measurements in one line, and the host that is slow with all others."""
     sizes = ", ".join(f"{_bytes(row.bytes)} {row.seconds * 1e3:.1f} ms" for row in timings.sizes)
     largest = timings.sizes[-1]
     speed = _rate(largest.bytes / largest.seconds)
@@ -164,7 +164,7 @@ class _Group:
         self._device = device
 
     def fastest_s(self, size_bytes: int) -> float:
-        """The quickest of a few all-reduces, as the slowest host saw it; the first one, which connects, not counted."""
+        """The fastest of a few all-reduces, as the slowest host saw it; not counting the first, which connects."""
         tensor = torch.zeros(size_bytes // 4, device=self._device)
         self._reduce(tensor)
         best_s = self._agreed(self._timed(tensor))

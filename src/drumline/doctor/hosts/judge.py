@@ -1,7 +1,7 @@
-"""From what hosts told of themselves and saw of each other to findings: which host, which cause, which line to type.
+"""From what hosts reported about themselves and each other to findings: which host, which cause, which fix.
 
-Pure: no socket, no clock, no machine. Where a fault could lie at either end, the end that all faulty pairs have in
-common is named; two hosts alone have no such end, and the one whose packets are lost is named.
+Pure functions: no I/O. If a fault could be at either end, the host that all faulty pairs have in common is named; with
+only two hosts there is none, and the one whose packets are lost is named.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from drumline.network import Interface, interface_of, is_loopback
 from drumline.parallel import odd_ones
 
 _SKEW_S = 1.0
-"""Torch's rendezvous takes a host for dead that is a few seconds off."""
+"""torch's rendezvous considers a host dead if its clock is off by a few seconds."""
 _LOST_SHARE, _LOST_SEGMENTS = 0.003, 6
 _SLOWER, _SLOWER_S = 3.0, 1e-3
 _REASONS = {
@@ -25,14 +25,14 @@ _REASONS = {
     "refused": "the connection is refused",
     "no route": "there is no route",
     "unreachable": "no route to host: it is off that network, or a firewall rejects it",
-    "forbidden": "this host's own firewall forbids it",
-    "silent": "the connection opens and nothing answers",
+    "forbidden": "this host's own firewall blocks it",
+    "silent": "the connection opens, but nothing answers",
     "unresolved": "it does not resolve",
 }
 
 
 def judge(hosts: Sequence[HostFacts], sights: Sequence[Sight]) -> list[Finding]:
-    """All findings about hosts that met; the same for the same reports, in the order in which to mend them."""
+    """All findings about the hosts that joined; deterministic, in the order in which to fix them."""
     view = _View(hosts, sights)
     return [
         *_addresses(view),
@@ -48,7 +48,7 @@ def judge(hosts: Sequence[HostFacts], sights: Sequence[Sight]) -> list[Finding]:
 
 
 class _View:
-    """The reports, with the questions that judging asks of them."""
+    """The reports, with queries for the judging functions."""
 
     def __init__(self, hosts: Sequence[HostFacts], sights: Sequence[Sight]) -> None:
         self.hosts = {facts.number: facts for facts in hosts}
@@ -59,7 +59,7 @@ class _View:
         return ", ".join(self.name[number] for number in sorted(set(numbers)))
 
     def interface(self, number: int) -> Interface | None:
-        """The interface that a host's traffic takes: most of it, where it takes several."""
+        """The interface that carries a host's traffic; the most used if there are several."""
         own = Counter(sight.own_address for sight in self.sights if sight.source == number and sight.own_address)
         facts = self.hosts[number]
         address = own.most_common(1)[0][0] if own else facts.gloo
@@ -70,14 +70,14 @@ class _View:
         return interface.name if interface else "eth0"
 
     def at_fault(self, pairs: Collection[tuple[int, int]]) -> int | None:
-        """The one host that all of these pairs have in common, if others are there that have no such trouble."""
+        """The one host that all of these pairs have in common, if there are unaffected pairs without it."""
         common = set.intersection(*({*pair} for pair in pairs)) if pairs else set()
         peers = {number for pair in pairs for number in pair} - common
         return common.pop() if len(common) == 1 and len(peers) > 1 else None
 
 
 def _addresses(view: _View) -> list[Finding]:
-    """Hosts that announce an address where the others do not find them, though they are found elsewhere."""
+    """Hosts that announce an address where others cannot reach them, though they can at another one."""
     findings = []
     for number, facts in view.hosts.items():
         for use in ("gloo", "nccl"):
@@ -106,7 +106,7 @@ def _addresses(view: _View) -> list[Finding]:
 
 
 def _reach(view: _View) -> list[Finding]:
-    """Pairs of hosts of which one reaches no address of the other at all."""
+    """Pairs of hosts where one cannot reach any address of the other."""
     lost = {(sight.source, sight.target): sight for sight in view.sights if not sight.reached}
     tried = {(sight.source, sight.target) for sight in view.sights}
     findings = []
@@ -118,7 +118,7 @@ def _reach(view: _View) -> list[Finding]:
         )
         if len(targets) > 1 and all(pair in lost for pair in mine) and reached_by_others:
             reason = _REASONS[lost[mine[0]].why]
-            what = f"{view.name[source]} reaches no other host, and they reach each other: {reason}"
+            what = f"{view.name[source]} cannot reach any other host, while they reach each other: {reason}"
             fix = f"ufw allow out on {view.interface_name(source)}"
             findings.append(Finding("reach", "failed", what, fix, view.name[source]))
             lost = {pair: sight for pair, sight in lost.items() if pair[0] != source}
@@ -149,15 +149,15 @@ def _closed(view: _View, facts: HostFacts, sights: Sequence[Sight]) -> Finding:
     else:
         interface = interface_of(first.address, facts.interfaces)
         fix = f"ufw allow in on {interface.name if interface else view.interface_name(facts.number)}"
-    if len(view.hosts) == 2 and first.why == "timed out":  # a third host would tell which end it is
-        what += f", there or where they leave {sources}"
+    if len(view.hosts) == 2 and first.why == "timed out":  # only a third host could tell which end it is
+        what += f", there or on the way out of {sources}"
     if other_pairs:
         what += f"; {view.names(sight.source for sight in other_pairs)} can"
     return Finding("reach", "failed", what, fix, name)
 
 
 def _names(view: _View) -> list[Finding]:
-    """Host names that mean nothing, or another machine, on another host: torchrun announces names."""
+    """Host names that do not resolve, or resolve to another machine: torchrun announces names."""
     wrong: dict[int, list[Sight]] = {}
     for sight in view.sights:
         target = view.hosts[sight.target]
@@ -171,14 +171,14 @@ def _names(view: _View) -> list[Finding]:
             target = view.hosts[sight.target]
             address = sight.other or (sight.address if not sight.why else next(iter(target.addresses), ""))
             lines += f"{address} {target.host}\\n"
-            means.append(f"{target.host} " + (f"means {sight.name_means}" if sight.name_means else "does not resolve"))
-        what = f"on {view.name[source]} names of other hosts are not theirs: {', '.join(means)}"
+            means.append(f"{target.host} " + (f"is {sight.name_means}" if sight.name_means else "does not resolve"))
+        what = f"on {view.name[source]}, names of other hosts resolve wrongly: {', '.join(means)}"
         findings.append(Finding("name", "warning", what, f"printf '{lines}' >> /etc/hosts", view.name[source]))
     return findings
 
 
 def _packets(view: _View) -> list[Finding]:
-    """MTU black holes: small packets pass, large ones vanish without a word."""
+    """MTU black holes: small packets pass, large ones are dropped silently."""
     holes = {(sight.source, sight.target): sight for sight in view.sights if sight.stalled}
     if not holes:
         whole = bool(view.sights) and all(sight.reached for sight in view.sights)
@@ -193,19 +193,19 @@ def _packets(view: _View) -> list[Finding]:
         peers = view.names({n for sight in mine for n in (sight.source, sight.target)} - {number})
         way = f"between {name} and {peers}" if culprit is not None else f"from {name} to {peers}"
         if limit >= mtu:
-            what = f"hardly anything sent {way} arrives: packets of every size are lost"
+            what = f"almost nothing sent {way} arrives: packets of every size are lost"
             fix = f"ip -s link show dev {view.interface_name(number)}"
         else:
             over = f"packets of more than {limit} bytes" if limit else "large packets"
             has = f"{view.interface_name(number)} has mtu {mtu}"
-            what = f"MTU black hole: {over} {way} vanish while small ones pass ({has})"
+            what = f"MTU black hole: {over} {way} are dropped while small ones pass ({has})"
             fix = f"ip link set dev {view.interface_name(number)} mtu {limit or 1400}"
         findings.append(Finding("packets", "failed", what, fix, name))
     return findings
 
 
 def _loss(view: _View) -> list[Finding]:
-    """Who had to send much again."""
+    """Hosts that retransmit too much."""
     lossy = {
         (sight.source, sight.target): sight
         for sight in view.sights
@@ -221,20 +221,20 @@ def _loss(view: _View) -> list[Finding]:
         peers = view.names({n for sight in mine for n in (sight.source, sight.target)} - {number})
         way = "between {} and {}" if culprit is not None else "from {} to {}"
         what = (
-            f"packets {way.format(view.name[number], peers)} are lost: {again / max(1, segments):.1%} had to be sent "
-            f"again ({again:,} of {segments:,})"
+            f"packets {way.format(view.name[number], peers)} are lost: {again / max(1, segments):.1%} retransmitted "
+            f"({again:,} of {segments:,})"
         )
         fix = f"ip -s link show dev {view.interface_name(number)}"
         findings.append(Finding("loss", "warning", what, fix, view.name[number]))
     if not findings and any(sight.segments for sight in view.sights):
-        findings.append(Finding("loss", "ok", "no packets are lost"))
+        findings.append(Finding("loss", "ok", "no packet loss"))
     return findings
 
 
 def slow_host(values: dict[tuple[int, int], float], *, at_least: float) -> tuple[int, float, float] | None:
-    """The host all of whose pairs are slow while those without it are not, with its least value and the others' median.
+    """The host whose pairs are all slow while others are not, with its lowest value and the median of the others.
 
-    values: by pair of hosts, larger is slower; needs three hosts. at_least: a smaller difference is none
+    values: by pair of hosts, larger is slower; needs three hosts. at_least: smaller differences are ignored
     """
     slowest: tuple[int, float, float] | None = None
     for number in {number for pair in values for number in pair}:
@@ -273,12 +273,12 @@ def _latency(view: _View) -> list[Finding]:
 
 
 def _interfaces(view: _View) -> list[Finding]:
-    """The interfaces that traffic takes: told, and compared."""
+    """The interfaces that carry traffic, listed and compared."""
     used = {number: interface for number in view.hosts if (interface := view.interface(number)) is not None}
     if not used:
         return []
     findings = []
-    # Of two hosts with different ones neither is usual: the smaller works for both, so it comes first.
+    # If two hosts differ, neither is the usual one; the smaller MTU works for both, so it comes first.
     by_mtu = sorted(used, key=lambda number: used[number].mtu)
     mtu, _ = odd_ones({number: used[number].mtu for number in by_mtu})
     speed = max(interface.speed_mbit for interface in used.values())
@@ -288,18 +288,18 @@ def _interfaces(view: _View) -> list[Finding]:
             what = f"{name} has mtu {interface.mtu} on {interface.name}, the others {mtu}"
             findings.append(Finding("mtu", "warning", what, f"ip link set dev {interface.name} mtu {mtu}", name))
         if 0 < interface.speed_mbit < speed:
-            what = f"{interface.name} of {name} runs at {interface.speed_mbit:,} Mbit/s, others at {speed:,}"
+            what = f"{interface.name} on {name} runs at {interface.speed_mbit:,} Mbit/s, others at {speed:,}"
             findings.append(Finding("interface", "warning", what, f"ethtool {interface.name}", name))
         if interface.is_virtual:
             real = next((each.name for each in view.hosts[number].interfaces if not each.is_virtual), "eth0")
-            what = f"traffic of {name} takes {interface.name}, a virtual interface"
+            what = f"traffic of {name} goes through {interface.name}, a virtual interface"
             fix = f"export GLOO_SOCKET_IFNAME={real} NCCL_SOCKET_IFNAME={real}"
             findings.append(Finding("interface", "warning", what, fix, name))
     alike: dict[str, list[int]] = {}
     for number, interface in used.items():
         alike.setdefault(f"{interface.name} (mtu {interface.mtu})", []).append(number)
     shown = [f"{kind} on {view.names(numbers)}" for kind, numbers in alike.items()]
-    return [*findings, Finding("interface", "ok", f"traffic takes {', '.join(shown)}")]
+    return [*findings, Finding("interface", "ok", f"traffic uses {', '.join(shown)}")]
 
 
 def _clocks(view: _View) -> list[Finding]:
@@ -307,12 +307,12 @@ def _clocks(view: _View) -> list[Finding]:
         return []
     first = min(view.hosts)
     ahead = {first: 0.0}
-    for sight in view.sights:  # also told by others, where the first host could not ask
+    for sight in view.sights:  # also reported by others, if the first host could not ask
         if sight.rtt_s and sight.target == first:
             ahead.setdefault(sight.source, -sight.skew_s)
         elif sight.rtt_s and sight.source == first:
             ahead[sight.target] = sight.skew_s
-    # The first host's clock counts where there are two, the middle one where there are more.
+    # With two hosts the first one's clock is the reference, with more the median.
     right = 0.0 if len(ahead) < 3 else statistics.median(ahead.values())
     findings = []
     for number, offset_s in ahead.items():

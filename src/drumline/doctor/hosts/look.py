@@ -1,4 +1,4 @@
-"""One host looks at another: whether it is found where it says, at which speed, and what is lost on the way to it."""
+"""One host probes another: whether it can be reached, how fast, and how many packets are lost."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from drumline.doctor.hosts.report import HostFacts, Sight, Use
 from drumline.network import Ping, Why, address_towards, interface_of, largest_packet, ping, resolve, transfer, why_not
 
 LOOK_S = 30.0
-"""The most that one look takes."""
+"""Time limit for one probe."""
 _CONNECT_S, _OTHER_S, _TRANSFER_S = 3.0, 1.5, 4.0
 _MOST_OTHERS, _MOST_PEERS = 4, 16
 
 
 def peers(own: HostFacts, hosts: Sequence[HostFacts]) -> list[HostFacts]:
-    """Whom this host looks at, one after another: in each turn everyone looks at another. Of many hosts, some."""
+    """The hosts that this one probes in turn: in each round, everyone probes another. Only some if there are many."""
     place, count = [each.number for each in hosts].index(own.number), len(hosts)
     turns = range(1, count)
     return [hosts[(place + turn) % count] for turn in turns[:: max(1, -(-len(turns) // _MOST_PEERS))]]
 
 
 def look_at(own: HostFacts, target: HostFacts, *, clock: Callable[[], float] = time.time) -> list[Sight]:
-    """The way from this host to another, for gloo, and for NCCL where that takes another one."""
+    """The path from this host to another for gloo, and for NCCL if it uses a different one."""
     uses: list[Use] = ["gloo", "nccl"] if target.nccl not in (None, target.gloo) else ["gloo"]
     means = resolve(target.host)
     name_means = next((address for address in means if address in target.addresses), next(iter(means), ""))
@@ -31,7 +31,7 @@ def look_at(own: HostFacts, target: HostFacts, *, clock: Callable[[], float] = t
 
 
 def _found(own: HostFacts, target: HostFacts, use: Use, clock: Callable[[], float]) -> Sight:
-    """Where the target answers: at its announced address, or else at another."""
+    """An address where the target answers: the announced one, or another."""
     announced = target.announced(use)
     why, trip = _tried(target, announced, clock, within_s=_CONNECT_S)
     sight = Sight(own.number, target.number, use, announced or "", why)
@@ -50,7 +50,7 @@ def _found(own: HostFacts, target: HostFacts, use: Use, clock: Callable[[], floa
 def _tried(
     target: HostFacts, address: str | None, clock: Callable[[], float], *, within_s: float
 ) -> tuple[Why, Ping | None]:
-    if address is None or address not in target.ports:  # an address that leads nowhere but to the machine itself
+    if address is None or address not in target.ports:  # an address that only the machine itself can use
         return "unreachable", None
     try:
         return "", ping(address, target.ports[address][0], target.token, within_s=within_s, clock=clock)
@@ -59,14 +59,14 @@ def _tried(
 
 
 def _measured(own: HostFacts, target: HostFacts, sight: Sight) -> Sight:
-    """How much goes through, and how large a packet."""
+    """Bandwidth, and the largest packet that passes."""
     if not sight.reached:
         return sight
     address = sight.other or sight.address
     port, datagram_port = target.ports[address]
     try:
         sent = transfer(address, port, target.token, within_s=_TRANSFER_S)
-    except OSError:  # it answered a moment ago: as good as a stall
+    except OSError:  # it answered a moment ago: counts as a stall
         return replace(sight, stalled=True)
     sight = replace(
         sight,

@@ -1,8 +1,8 @@
-"""How hosts that are to be checked find each other, and why they do not: names, ports, programs in the way.
+"""How hosts that check each other connect, and why they cannot: names, ports, other programs.
 
-They meet at a store of torch's, like the ranks of a run. Before that store is asked anything, plain sockets tell what
-is wrong with the way to it. Messages are cut into pieces that fit into any packet: where large packets vanish, the
-store must still work, to say so.
+They share a torch store, like the ranks of a run. Before that, plain sockets find out what is wrong with the path to
+it. Messages are split into pieces that fit in any packet: where large packets are dropped, the store must still work,
+to report that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ANSWER_S, _CONNECT_S, _RETRY_S, _LOOK_S, _SAY_S = 15.0, 3.0, 0.3, 0.05, 5.0
 
 
 class CheckEndedError(Exception):
-    """A check that cannot go on, and the finding that says why."""
+    """A check that cannot continue, and the finding that says why."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.what)
@@ -40,42 +40,42 @@ class CheckEndedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where and how hosts meet to be checked, as one of them sees it."""
+    """Where and how hosts connect, from the view of one of them."""
 
     address: str
     port: int
     hosts: int
-    """How many are to come."""
+    """Number of hosts expected."""
     keeps: bool
-    """Whether this host keeps the store."""
+    """Whether this host runs the store."""
     leads: bool
-    """Whether this host calls the roll, judges and tells: the first one."""
+    """Whether this host, the first one, collects, judges and reports."""
     number: int | None = None
-    """This host's; None: in the order in which they come."""
+    """This host's number; None: numbered in order of arrival."""
     spare: bool = False
-    """Another rank of this host does its part."""
+    """Whether another rank on this host takes part for it."""
     names: tuple[str, ...] = ()
-    """Of all hosts, by number, where the launcher told."""
+    """Names of all hosts, by number, if the launcher gave them."""
     slurm: bool = False
-    """Whether srun started it."""
+    """Whether srun started this process."""
     task: str = "check"
-    """What they meet for."""
+    """What they connect for, as used in messages."""
     attempt: str = "0"
-    """Sets apart what an earlier attempt left in a store that outlives it."""
+    """Keeps attempts apart in a store that outlives them."""
 
     @property
     def where(self) -> str:
         return str(Endpoint(self.address, self.port))
 
     def moved(self, address: str, port: int) -> str:
-        """What to type to meet elsewhere."""
+        """The command that uses another endpoint."""
         if self.number is None:
             return replace(self, address=address, port=port).again
         return f"on every host: export MASTER_ADDR={address} MASTER_PORT={port}"
 
     @property
     def again(self) -> str:
-        """What to type to check the hosts once more; flags of the doctor's may follow."""
+        """The command that repeats the check; more flags of the doctor may follow."""
         if self.slurm:
             return "srun drumline doctor"
         if self.number is None:
@@ -86,7 +86,7 @@ class Rendezvous:
 
 
 def find_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
-    """How this process meets other hosts, by the variables of torchrun, srun or drumline; None: there are none."""
+    """The rendezvous from the variables of torchrun, srun or drumline; None if there are no other hosts."""
     place = find_place(environ)
     if place.size == 1:
         return None
@@ -97,7 +97,7 @@ def find_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
         names = tuple(slurm_hosts(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))))
         spare = place.local_rank > 0
     else:
-        # Without a word on how many ranks a host has, each rank is taken for a host.
+        # Without a number of ranks per host, each rank counts as a host.
         local_size = max(1, _number(environ, "LOCAL_WORLD_SIZE", 1))
         hosts = _number(environ, "GROUP_WORLD_SIZE", place.size // local_size)
         number = _number(environ, "GROUP_RANK", place.rank // local_size)
@@ -123,17 +123,18 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     value = environ.get(name, str(default))
     if not value.isdigit():
         raise ConfigError(
-            f"the variable {name} is {value!r}, not a number", fix=f"unset {name}, or let torchrun or srun set it"
+            f"the environment variable {name} is {value!r}, not a number",
+            fix=f"unset {name}, or let torchrun or srun set it",
         )
     return int(value)
 
 
 def rendezvous_at(endpoint: str, *, hosts: int, names: Sequence[str] = ()) -> Rendezvous:
-    """Meet at HOST:PORT; the host that has this name or address keeps the store."""
+    """Rendezvous at HOST:PORT; the host with this name or address runs the store."""
     where = Endpoint.parse(endpoint)
     if names and len(names) != hosts:
         raise ConfigError(
-            f"--names has {len(names)} of {hosts} hosts",
+            f"--names lists {len(names)} hosts, --nnodes says {hosts}",
             fix=f"drumline doctor --nnodes {len(names)} --rdzv_endpoint {endpoint} --names {','.join(names)}",
         )
     here = is_here(where.host)
@@ -141,7 +142,7 @@ def rendezvous_at(endpoint: str, *, hosts: int, names: Sequence[str] = ()) -> Re
 
 
 def meet(rendezvous: Rendezvous, *, patience_s: float, say: Callable[[str], None]) -> Store:
-    """The store of a rendezvous, kept or reached; CheckEndedError with the reason where that fails."""
+    """The store of a rendezvous, created or connected to; CheckEndedError with the reason if that fails."""
     if rendezvous.keeps:
         return _prefixed(keep(rendezvous), rendezvous)
     approach(rendezvous, patience_s=patience_s, say=say)
@@ -151,14 +152,14 @@ def meet(rendezvous: Rendezvous, *, patience_s: float, say: Callable[[str], None
             _ANSWER_S + 1, lambda: TCPStore(rendezvous.address, rendezvous.port, is_master=False, timeout=timeout)
         )
     except (TimeoutError, RuntimeError) as error:
-        what = f"{rendezvous.where} is open, but no store of torch's answers there: {str(error).splitlines()[0]}"
+        what = f"{rendezvous.where} is open, but not a torch store: {str(error).splitlines()[0]}"
         fix = f"ss -ltnp 'sport = :{rendezvous.port}'"
         raise CheckEndedError(Finding(f"port {rendezvous.port}", "failed", what, fix, rendezvous.address)) from None
     return _prefixed(store, rendezvous)
 
 
 def keep(rendezvous: Rendezvous) -> TCPStore:
-    """Keep the store here."""
+    """Run the store here."""
     try:
         return TCPStore(
             "localhost",
@@ -171,7 +172,7 @@ def keep(rendezvous: Rendezvous) -> TCPStore:
         name = socket.gethostname()
         what = f"{name} cannot listen on port {rendezvous.port}: {str(error).splitlines()[0]}"
         if "EADDRINUSE" in str(error):
-            what = f"port {rendezvous.port} of {name}, where the hosts are to meet, is in use{user_of(rendezvous.port)}"
+            what = f"port {rendezvous.port} on {name}, the rendezvous port, is in use{user_of(rendezvous.port)}"
         fix = rendezvous.moved(rendezvous.address, rendezvous.port + 1)
         raise CheckEndedError(Finding(f"port {rendezvous.port}", "failed", what, fix, name)) from None
 
@@ -179,7 +180,7 @@ def keep(rendezvous: Rendezvous) -> TCPStore:
 def approach(
     rendezvous: Rendezvous, *, patience_s: float, say: Callable[[str], None], say_every_s: float = _SAY_S
 ) -> None:
-    """Wait until the meeting place can be connected to; CheckEndedError with what is wrong if that takes longer."""
+    """Wait until the rendezvous endpoint accepts connections; CheckEndedError with the reason after a timeout."""
     since = time.monotonic()
     until, say_at = since + patience_s, since + say_every_s
     why: Why = ""
@@ -202,13 +203,13 @@ def approach(
 def _unreachable(rendezvous: Rendezvous, why: Why, *, waited_s: float) -> Finding:
     own, there, port = socket.gethostname(), rendezvous.address, rendezvous.port
     if why == "unresolved":
-        what = f"the name {there}, where the hosts are to meet, does not resolve on {own}"
+        what = f"the rendezvous host {there} does not resolve on {own}"
         return Finding("name", "failed", what, f"echo 'ADDRESS {there}' >> /etc/hosts", own)
     address = next(iter(resolve(there)), there)
     shown = there if address == there else f"{there} ({address})"
     since = f"for {waited_s:.0f} s"
     if why == "refused":
-        what = f"{shown} refuses {own} at port {port} {since}: nothing listens there, or a firewall rejects it"
+        what = f"{shown} has refused {own} on port {port} {since}: nothing listens there, or a firewall rejects it"
         fix = f"start the {rendezvous.task} on {there} too; if it runs there: ufw allow {port}/tcp"
         return Finding(f"port {port}", "failed", what, fix, there)
     if why == "no route":
@@ -220,25 +221,25 @@ def _unreachable(rendezvous: Rendezvous, why: Why, *, waited_s: float) -> Findin
         fix = f"ip link set dev {down} up" if down else f"ip route get {address}"
         return Finding("route", "failed", what, fix, own)
     if why == "forbidden":
-        what = f"{own}'s own firewall forbids connections to {shown} port {port}"
+        what = f"{own}'s own firewall blocks connections to {shown} port {port}"
         return Finding(f"port {port}", "failed", what, f"ufw allow out {port}/tcp", own)
     reason = {
-        "timed out": "does not answer: packets are dropped, by a firewall there or on the way",
-        "unreachable": "has no route to host: it is off, its interface is down, or a firewall there rejects",
+        "timed out": "does not answer: a firewall there or on the way drops the packets",
+        "unreachable": "is unreachable: it is off, its interface is down, or a firewall there rejects the connection",
     }.get(why, "closes every connection")
-    what = f"{own} tried {shown} port {port} {since}, and it {reason}"
+    what = f"{own} tried {shown} port {port} {since}: it {reason}"
     return Finding(f"port {port}", "failed", what, f"ufw allow {port}/tcp", there)
 
 
 class Messenger:
-    """Leaves and reads messages in the store. A call that takes too long ends the check and names the store's host."""
+    """Posts and reads messages in the store. A call that times out ends the check and names the store's host."""
 
     def __init__(self, store: Store, keeper: str) -> None:
         self.store = store
         self._keeper = keeper
 
     def post(self, key: str, value: Any) -> None:
-        """Leave word, of anything JSON can hold."""
+        """Post any JSON value."""
         content = json.dumps(value).encode()
         pieces = [content[start : start + _PIECE_BYTES] for start in range(0, len(content), _PIECE_BYTES)]
         for number, piece in enumerate(pieces):
@@ -249,12 +250,12 @@ class Messenger:
         return self._call(lambda: self.store.check([key]))
 
     def read(self, key: str) -> Any:
-        """What was left there; it must be there."""
+        """The value posted under a key, which must exist."""
         count = int(self._get(key))
         return json.loads(b"".join(self._get(f"{key}/{number}") for number in range(count)))
 
     def wait(self, key: str, *, until: float) -> Any | None:
-        """What is left there before `until`, by the monotonic clock; None if nothing is."""
+        """The value posted under a key before `until` (monotonic clock); None if there is none."""
         while not self.has(key):
             if time.monotonic() > until:
                 return None
@@ -270,14 +271,14 @@ class Messenger:
 
     def _set(self, key: str, piece: bytes) -> None:
         self._call(lambda: self.store.set(key, piece))  # type: ignore[arg-type]
-        # Waits for the answer: pieces that wait for the network together would be sent as one large packet.
+        # Wait for the reply: pieces queued together would be sent as one large packet.
         self.has(key)
 
     def _call(self, work: Callable[[], T]) -> T:
         try:
             return within(_ANSWER_S, work)
         except (TimeoutError, RuntimeError):
-            what = f"{self._keeper}, which keeps the store where the hosts meet, stopped answering"
+            what = f"{self._keeper}, which runs the rendezvous store, stopped responding"
             raise CheckEndedError(
                 Finding("rendezvous", "failed", what, f"ping -c 3 {self._keeper}", self._keeper)
             ) from None

@@ -1,6 +1,6 @@
-"""What hosts tell each other when they are checked together: facts about each, and what one saw of another.
+"""What hosts exchange when they check each other: facts about each, and what each saw of the others.
 
-Everything here goes through the store as JSON.
+Everything here is sent through the store as JSON.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ Use = Literal["gloo", "nccl"]
 
 DIGEST_LETTERS = 64
 BY_MANIFEST, BY_NAME = " by manifest and size", " by name and size"
-"""Behind the digest of what was not read itself."""
+"""Appended to the digest of data that was not hashed itself."""
 _MOST_INTERFACES = 8
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """One host, as it describes itself."""
+    """A host's description of itself."""
 
     number: int
     host: str
     interfaces: tuple[Interface, ...]
-    """Those that are up and may lead to other hosts."""
+    """Interfaces that are up and may lead to other hosts."""
     gloo: str | None
-    """The address it would announce; None: it would find none."""
+    """The address that gloo would announce; None if it would find none."""
     nccl: str | None = None
-    """The same for NCCL; None where there are no GPUs."""
+    """The same for NCCL; None without GPUs."""
     versions: Mapping[str, str] = field(default_factory=dict)
     data_paths: Mapping[str, str] = field(default_factory=dict)
-    """Where the data lies here that all should have alike, by its name."""
+    """Paths of the data to compare, by name."""
     hashed_bytes: int = 0
-    """How much of it is read to be compared."""
+    """How much of it is hashed."""
     token: str = field(default="", repr=False)
     ports: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Where its probe server listens: by address, for connections and for datagrams."""
+    """Ports of its probe server: by address, for TCP and UDP."""
 
     @property
     def addresses(self) -> list[str]:
@@ -74,19 +74,19 @@ class Sight:
     use: Use = "gloo"
     address: str = ""
     why: Why = ""
-    """Why nothing answers there; empty: it does."""
+    """Why it cannot be reached there; empty: it can."""
     other: str = ""
-    """Another address of that host, which does answer."""
+    """Another address of that host that can be reached."""
     own_address: str = ""
-    """From where packets to it leave."""
+    """Source address of packets to it."""
     name_means: str = ""
-    """What the target's name means on the source; empty: it does not resolve."""
+    """What the target's name resolves to on the source; empty: it does not."""
     rtt_s: float = 0.0
     skew_s: float = 0.0
     bytes_per_s: float = 0.0
     stalled: bool = False
     largest_packet: int = 0
-    """Where it stalled: the largest that passes; 0: not known."""
+    """If it stalled, the largest packet that passes; 0: unknown."""
     segments: int = 0
     retransmitted: int = 0
 
@@ -95,19 +95,19 @@ class Sight:
         return not self.why or bool(self.other)
 
     def as_dict(self) -> dict[str, Any]:
-        """Without what has its usual value, so that many of them stay short."""
+        """Without default values, to keep messages short."""
         usual = asdict(Sight(-1, -1))
         return {name: value for name, value in asdict(self).items() if value != usual[name]}
 
 
 def label(facts: HostFacts, hosts: Sequence[HostFacts]) -> str:
-    """A host's name, with its number where two have the same one."""
+    """A host's name, with its number if another one has the same name."""
     twice = sum(each.host == facts.host for each in hosts) > 1
     return f"{facts.host} (host {facts.number})" if twice else facts.host
 
 
 def own_facts(number: int, environ: Mapping[str, str], *, data: Sequence[Path]) -> HostFacts:
-    """This host; the probe server's ports and token are still to come."""
+    """Facts about this host; the probe server's ports and token are filled in later."""
     every = find_interfaces()
     interfaces = tuple(
         interface for interface in every if interface.is_up and not interface.is_loopback and _outward(interface)
@@ -129,10 +129,10 @@ def own_facts(number: int, environ: Mapping[str, str], *, data: Sequence[Path]) 
 
 
 def nccl_address(environ: Mapping[str, str], interfaces: Sequence[Interface]) -> str | None:
-    """The address that NCCL takes for its connections: of the first interface that NCCL_SOCKET_IFNAME allows.
+    """The address that NCCL uses: of the first interface that NCCL_SOCKET_IFNAME allows.
 
-    Its rule: names are beginnings of names unless the list starts with =, and forbidden ones if it starts with ^.
-    Without the variable it takes InfiniBand's first, and docker's last.
+    NCCL's rule: names are prefixes unless the list starts with =, and excluded if it starts with ^.
+    Without the variable, InfiniBand interfaces come first and docker's last.
     """
     wanted = environ.get("NCCL_SOCKET_IFNAME", "")
     names = tuple(name for name in wanted.lstrip("^=").split(",") if name)
@@ -153,15 +153,15 @@ def nccl_address(environ: Mapping[str, str], interfaces: Sequence[Interface]) ->
 
 
 def is_digest(value: str) -> bool:
-    """Whether a value of data_hashes stands for content, and not for what is wrong with it."""
+    """Whether a value of data_hashes is a digest, and not an error."""
     return len(value) >= DIGEST_LETTERS and set(value[:DIGEST_LETTERS]) <= set("0123456789abcdef")
 
 
 def data_hashes(path: Path) -> dict[str, str]:
-    """What training would read at a path: a digest for each file or folder, or what is wrong with it.
+    """What training would read from a path: a digest for each file or folder, or what is wrong with it.
 
-    Files are read, and the tokenizer of a prepared folder. Its tokens are compared by their manifest and their size,
-    and another folder by the names and sizes of its files.
+    Files are hashed, and so is the tokenizer of a prepared folder. Its tokens are compared by manifest and size, other
+    folders by the names and sizes of their files.
     """
     if (path / MANIFEST).exists():
         try:
@@ -182,7 +182,7 @@ def _prepared(path: Path, record: FileRecord) -> str:
     except OSError:
         return "missing"
     if size_bytes != record.bytes:
-        return f"{size_bytes} bytes where its manifest says {record.bytes}"
+        return f"{size_bytes} bytes, but {record.bytes} in its manifest"
     return record.sha256 + BY_MANIFEST
 
 
@@ -205,7 +205,7 @@ def _listing(folder: Path) -> str:
 
 
 def _hashed_bytes(path: Path) -> int:
-    """The size of what data_hashes reads there."""
+    """How many bytes data_hashes reads there."""
     try:
         return (path / TOKENIZER if (path / MANIFEST).exists() else path).stat().st_size
     except OSError:
@@ -213,7 +213,7 @@ def _hashed_bytes(path: Path) -> int:
 
 
 def _outward(interface: Interface) -> tuple[str, ...]:
-    """Addresses that another host could use."""
+    """Addresses that other hosts could use."""
     return tuple(
         address
         for address in interface.addresses
