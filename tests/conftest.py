@@ -1,8 +1,10 @@
 """One thread per process: the machine's cores are shared by test workers and the processes they start."""
 
+import contextlib
 import os
+import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -21,12 +23,46 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: many tests do little but wait for the processes that they have started."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs something that this machine has not."""
+    """Skip what needs something that this machine has not, and begin with what takes long."""
+    items[:] = long_first(items, workers=int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     for item in items:
         wanted = dict.fromkeys(need for mark in item.iter_markers("needs") for need in mark.args)
         if wanted and (reason := missing(*wanted)):
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def long_first(items: list[pytest.Item], *, workers: int) -> list[pytest.Item]:
+    """Tests marked as long at the beginning of each worker's share, or the last of them would keep one alone busy."""
+    long = [item for item in items if item.get_closest_marker("long")]
+    others = iter([item for item in items if not item.get_closest_marker("long")])
+    ordered: list[pytest.Item] = []
+    for worker in range(workers):
+        share = (len(items) - len(ordered)) // (workers - worker)  # as xdist deals them out
+        first = long[worker::workers]
+        ordered += [*first, *(item for _, item in zip(range(share - len(first)), others, strict=False))]
+    return [*ordered, *others]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_left_in_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Snapshots outlive a run that is killed; those of runs that tests have killed are removed at the end."""
+    yield
+    from drumline.checkpoint import resuming, snapshots
+
+    of_user = resuming.snapshot_folder("any").parent
+    for owner in of_user.glob(f"*/{snapshots._OWNER}"):
+        with contextlib.suppress(OSError):  # another process may be done with it just now
+            if Path(owner.read_text()).is_relative_to(tmp_path_factory.getbasetemp()):
+                shutil.rmtree(owner.parent)
+    with contextlib.suppress(OSError):
+        of_user.rmdir()
 
 
 @pytest.fixture

@@ -109,6 +109,7 @@ def test_the_loop_fits_on_one_screen() -> None:
     assert (run.end_lineno or 0) - run.lineno + 1 <= 40
 
 
+@pytest.mark.long
 def test_a_run_on_one_cpu_loads_at_most_4500_lines_of_code(tmp_path: Path) -> None:
     words = "train --preset tiny --batch_size 2 --total_steps 2 --run_dir run --data_dir data"
     loaded = loaded_by(*words.split(), cwd=tmp_path)

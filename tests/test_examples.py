@@ -87,6 +87,7 @@ def test_an_example_is_short_and_listed(path: Path) -> None:
     assert f"{path.name} " in (EXAMPLES / "README.md").read_text()
 
 
+@pytest.mark.long
 def test_train_distributed_gives_one_curve_by_every_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = (np.arange(4000) * 7 % 290).astype("<u2")
     tokens.tofile(tmp_path / "train.bin")

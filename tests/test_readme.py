@@ -36,6 +36,7 @@ def test_both_languages_have_the_same_commands_code_and_links() -> None:
         assert (ROOT / link).exists(), link
 
 
+@pytest.mark.long
 def test_the_guide_to_ranks_works_as_it_says_in_both_languages(text: Path, tmp_path: Path) -> None:
     guides = [(ROOT / f"docs/distributed{language}.md").read_text(encoding="utf-8") for language in ("", ".zh-CN")]
     scripts = blocks(guides[0], "bash test")
@@ -77,6 +78,7 @@ def shrunk(command: str) -> list[str]:
     return [sys.executable, "-m", MODULES[words[0]], *words[1:]]
 
 
+@pytest.mark.long
 def test_the_readmes_commands_work_in_the_order_they_stand(text: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     ran = 0

@@ -78,6 +78,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_each_way_to_stand_still_or_leave_is_named_and_the_run_goes_on_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(WORK.format(faults=FAULTS))
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}

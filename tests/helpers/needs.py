@@ -43,10 +43,14 @@ WHOLE = {
     "disks": ("mount", "unshare"),
     "firewall": ("ip", "nft"),
     "ipv6": (),
+    "shm": (),
     "sshd": ("sshd", "ssh", "ssh-keygen"),
     "slurm": ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo", "squeue", "scancel", "scontrol"),
 }
 """What consists of several programs, some of which need rights too: see `_TRIES`."""
+
+SHM_BYTES = 16 << 20
+"""What the heartbeats and snapshots of a few small runs need in memory."""
 
 # Made and gone at once, in the ways that tests make them.
 _HOST = f"drumline-try-{os.getpid()}"
@@ -78,6 +82,8 @@ def missing(*needs: str) -> str:
     packages = dict.fromkeys(PACKAGES[program] for program in programs if shutil.which(program) is None)
     if "compiler" in needs and not Path(sysconfig.get_path("include"), "Python.h").exists():
         packages["python3-dev"] = None
+    if "shm" in needs and (shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0) < SHM_BYTES:
+        return f"needs {SHM_BYTES >> 20} MiB of room in /dev/shm (mount -o remount,size=64M /dev/shm)"
     if packages:
         return f"needs {' '.join(packages)} (apt-get install {' '.join(packages)})"
     return next((f"needs {_RIGHTS[need]}: {why}" for need in needs if (why := _refused(need))), "")

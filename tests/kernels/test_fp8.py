@@ -47,6 +47,7 @@ MODERN = replace(interpreted.MODERN, n_layers=2)
 CAPS = pytest.mark.parametrize("softcap", [0.0, 15.0])
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_TRITON or HOPPER or INTERPRETED, reason="no Triton, or no need")
 def test_the_float8_kernels_equal_their_references_in_tritons_interpreter() -> None:
     run_interpreted(__file__)

@@ -32,6 +32,7 @@ EXACT_TO = 8e-3
 """Relative error of bf16 results; Triton's interpreter rounds them towards zero."""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not HAS_TRITON or DEVICE.type == "cuda" or INTERPRETED, reason="no Triton, or no need")
 def test_the_kernels_equal_the_plain_operations_in_tritons_interpreter() -> None:
     run_interpreted(__file__)

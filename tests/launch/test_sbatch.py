@@ -271,6 +271,7 @@ def submitted(said: str) -> str:
     return found[1]
 
 
+@pytest.mark.long
 @pytest.mark.needs("slurm")
 def test_a_job_that_is_warned_saves_is_queued_again_and_ends_with_the_weights_of_an_undisturbed_run(
     here: Path, capsys: pytest.CaptureFixture[str]

@@ -6,6 +6,7 @@ import os
 import pty
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -138,15 +139,18 @@ def test_records_a_full_disk_never_took_are_counted_at_the_end(
     assert f"warning: {folder.log} lacks" in said
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # its thread dies of it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # its threads die of it
 @pytest.mark.needs("disks")
 def test_tensorboard_on_a_full_disk_ends_no_run(small_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tensorboard")
     fill(small_disk)
+    before = threading.enumerate()
     records = Records([TensorBoardSink(small_disk / "tensorboard")], log=None)
     for step in range(1, 20):
         records.write({"step": step, "loss": 1.0})
     records.close()
+    for thread in set(threading.enumerate()) - set(before):
+        thread.join(10)  # or it may die while another test runs
     assert capsys.readouterr().out.count("warning: TensorBoardSink failed and gets no more records") == 1
 
 
