@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import huggingface_hub.constants
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,6 +24,8 @@ ARTICLES = [" = One = \n First . \n = = Part = = \n more \n", " = Two = \n = x \
 @pytest.fixture(autouse=True)
 def unreachable_hub(monkeypatch):
     """A port that nobody listens on."""
+    import datasets  # which takes seconds: not in a test that counts them  # noqa: F401
+
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
@@ -34,9 +35,11 @@ def unreachable_hub(monkeypatch):
 @pytest.fixture
 def asked(monkeypatch):
     """What `datasets.load_dataset` is asked for; it answers with WikiText rows."""
+    import datasets
+
     calls: list[Any] = []
 
-    def load_dataset(*names: str | None, **options: Any) -> datasets.Dataset:
+    def load_dataset(*names: str | None, **options: Any) -> Any:
         calls.append((*names, options))
         return datasets.Dataset.from_dict({"id": list(range(8)), "text": WIKITEXT_ROWS})
 
@@ -153,14 +156,14 @@ def test_an_unreachable_hub_is_reported_within_seconds_with_the_way_to_a_local_c
     assert time.monotonic() - started < 6
     assert "Hub (http://127.0.0.1:9) cannot be reached" in error.problem
     assert "folder of parquet files" in error.fix and "--train_data_path" in error.fix
-    assert not datasets.config.HF_HUB_OFFLINE
+    assert not sys.modules["datasets"].config.HF_HUB_OFFLINE
 
 
 def test_a_data_set_that_cannot_be_loaded_says_why(monkeypatch):
     def load_dataset(*_: Any, **__: Any) -> None:
         raise ValueError('Unknown split "valid". Use "train".\nmore')
 
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
     error = refused("me/set:en", split="valid")
     assert error.problem.endswith("""me/set:en, split 'valid', cannot be loaded: Unknown split "valid". Use "train".""")
     assert "OWNER/NAME:CONFIG" in error.fix

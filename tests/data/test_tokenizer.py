@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
 
 from drumline.data import tokenizer as tokenizer_module
 from drumline.data.tokenizer import END_OF_TEXT, Tokenizer
@@ -84,6 +83,8 @@ def test_a_tokenizer_that_was_saved_is_the_same_when_loaded(tmp_path: Path) -> N
 
 
 def test_transformers_reads_the_saved_tokenizer_and_gives_the_same_ids(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
     TOKENIZER.save(tmp_path / "tokenizer.json")
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))  # type: ignore[no-untyped-call]
     for text in (*TEXTS[:2], "  two  spaces\n\n\tand a tab\x00", "日本語"):

@@ -8,11 +8,10 @@ import pytest
 
 from drumline.model.gpt import GPT
 
-transformers: Any = pytest.importorskip("transformers")
-
 
 def gpt2_twin(model: GPT, attention: str) -> Any:
     """transformers' GPT-2 with our weights; its Conv1D stores matrices transposed."""
+    transformers = pytest.importorskip("transformers")
     c = model.config
     twin_config = transformers.GPT2Config(
         vocab_size=c.vocab_size,
@@ -50,6 +49,7 @@ def gpt2_twin(model: GPT, attention: str) -> Any:
 
 def qwen3_twin(model: GPT) -> Any:
     """transformers' Qwen3 with our weights; it keeps queries, keys and values in three matrices."""
+    transformers = pytest.importorskip("transformers")
     c = model.config
     twin_config = transformers.Qwen3Config(
         vocab_size=c.vocab_size,
