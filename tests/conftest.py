@@ -34,6 +34,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = long_first(items, workers=int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     for item in items:
         wanted = dict.fromkeys(need for mark in item.iter_markers("needs") for need in mark.args)
+        if item.get_closest_marker("needs_shm"):
+            wanted["shm"] = None
         if wanted and (reason := missing(*wanted)):
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -78,6 +78,7 @@ def shrunk(command: str) -> list[str]:
     return [sys.executable, "-m", MODULES[words[0]], *words[1:]]
 
 
+@pytest.mark.needs_shm
 @pytest.mark.long
 def test_the_readmes_commands_work_in_the_order_they_stand(text: Path, tmp_path: Path) -> None:
     environ = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}

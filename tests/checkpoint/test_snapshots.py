@@ -134,6 +134,7 @@ def newest_in(snapshots: Snapshots) -> int:
     return max((step_of(path) for path in checkpoint_paths(snapshots.folder)), default=0)
 
 
+@pytest.mark.needs_shm
 def test_a_killed_run_goes_on_from_memory_to_the_same_bits_and_leaves_nothing_there(here: Path) -> None:
     train("calm-log", "calm")
     snapshots, step = train_and_kill("killed-log", "run")
@@ -142,6 +143,7 @@ def test_a_killed_run_goes_on_from_memory_to_the_same_bits_and_leaves_nothing_th
     assert sha256("run") == sha256("calm") and not snapshots.folder.exists()
 
 
+@pytest.mark.needs_shm
 def test_a_killed_run_whose_snapshot_is_damaged_goes_on_from_the_disk(here: Path) -> None:
     snapshots, step = train_and_kill("killed-log", "run")
     (file,) = (snapshots.folder / RunFolder.checkpoint_name(step)).glob("optimizer*")
@@ -152,6 +154,7 @@ def test_a_killed_run_whose_snapshot_is_damaged_goes_on_from_the_disk(here: Path
     assert sha256("run") == sha256("calm") and not snapshots.folder.exists()
 
 
+@pytest.mark.needs_shm
 def test_a_new_run_in_a_folder_of_the_same_path_never_meets_the_old_ones_memory(here: Path) -> None:
     snapshots, _ = train_and_kill("killed-log", "run")
     shutil.rmtree("run")
@@ -159,6 +162,7 @@ def test_a_new_run_in_a_folder_of_the_same_path_never_meets_the_old_ones_memory(
     snapshots.clear()
 
 
+@pytest.mark.needs_shm
 def test_a_run_told_where_to_go_on_forgets_its_memory(here: Path) -> None:
     snapshots, _ = train_and_kill("killed-log", "run")
     said = train("again-log", "run", *SNAPSHOTS, "--resume_from", str(FIRST_SAVE))

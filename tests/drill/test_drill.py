@@ -20,6 +20,7 @@ def test_a_seed_always_breaks_the_same_things_and_every_kind_has_its_turn(tmp_pa
     assert [at_s for at_s, _ in plan] == sorted(at_s for at_s, _ in plan) and plan[-1][0] < 600
 
 
+@pytest.mark.needs_shm
 @pytest.mark.long
 def test_all_kinds_of_faults_in_one_drill_cost_nothing_but_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

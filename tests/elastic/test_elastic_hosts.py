@@ -17,7 +17,7 @@ from helpers.small import small
 from drumline.elastic import rendezvous
 from drumline.report.records import read_metrics
 
-pytestmark = pytest.mark.needs("hosts")
+pytestmark = [pytest.mark.needs("hosts"), pytest.mark.needs_shm]
 
 ENDPOINT = ("--rdzv_endpoint", "host-a:29400")
 

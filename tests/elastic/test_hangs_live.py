@@ -13,6 +13,7 @@ from helpers.hosts import Host, two_hosts
 from helpers.small import small
 from helpers.warm import run_warm
 
+pytestmark = pytest.mark.needs_shm
 TIMEOUT_S = 240
 FAULTS = ("data loop", "model loop", "update loop", "held lock", "stopped", "exit", "_exit")
 WORK = """

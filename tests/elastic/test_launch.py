@@ -112,6 +112,7 @@ def test_ctrl_c_stops_all_ranks_at_a_saved_step_and_leaves_no_process(
     assert status["state"] == "stopped" and RunFolder(tmp_path / "run").checkpoint(status["step"]).exists()
 
 
+@pytest.mark.needs_shm
 def test_a_rank_that_is_killed_is_named_and_with_no_restarts_ends_the_run(
     reference: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
@@ -125,6 +126,7 @@ def test_a_rank_that_is_killed_is_named_and_with_no_restarts_ends_the_run(
     assert status["first_cause"]["rank"] == 1 and status["first_cause"]["host"] == socket.gethostname()
 
 
+@pytest.mark.needs_shm
 def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
     reference: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
@@ -136,6 +138,7 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
     assert RunFolder(tmp_path / "run").read_status()["state"] == "finished"
 
 
+@pytest.mark.needs_shm
 def test_a_single_rank_is_watched_too_when_it_is_asked_for(reference: tuple[Path, list[float]], tmp_path: Path) -> None:
     with _killed_once(reference[0], tmp_path / "run", "40", "--nproc", "1", rank=0) as process:
         _, err = process.communicate(timeout=TIMEOUT_S)

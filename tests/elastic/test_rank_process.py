@@ -29,7 +29,7 @@ if __name__ == "__main__":
     print("launcher")
     forked.start_server(1, early=sys.argv[1] == "early")
     ranks = forked.Ranks()
-    ranks.start(0, dict(os.environ), work)
+    ranks.start(0, {**os.environ, "RANK": "0"}, work)
     while None in ranks.codes().values():
         time.sleep(0.01)
     print("codes", ranks.codes())

@@ -18,6 +18,7 @@ from helpers.warm import Warm
 
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
 
+pytestmark = pytest.mark.needs_shm
 TIMEOUT_S = 90
 WORK = """
 import os, signal, sys, time
