@@ -2,16 +2,15 @@
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.reading import documents, refused, texts
 
-from drumline.data import sources
 from drumline.data.sources import has_split, source_bytes, source_key
-from drumline.data.text_files import Document, Reading, Skipped
-from drumline.errors import ConfigError, DataError
+from drumline.data.text_files import Document, Skipped
+from drumline.errors import ConfigError
 
 
 def tree(folder: Path, *paths: str) -> str:
@@ -20,20 +19,6 @@ def tree(folder: Path, *paths: str) -> str:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(path)
     return str(folder)
-
-
-def documents(source: str, *, split: str = "train", **options: Any) -> Iterator[Document]:
-    return sources.documents(str(source), Reading(**options), split=split)
-
-
-def texts(source: str, **options: Any) -> list[str]:
-    return [document.text for document in documents(source, **options)]
-
-
-def refused(source: str, **options: Any) -> DataError:
-    with pytest.raises(DataError) as caught:
-        list(documents(source, **options))
-    return caught.value
 
 
 @pytest.fixture

@@ -5,9 +5,7 @@ import gzip
 import json
 import lzma
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import psutil
@@ -15,12 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from helpers.reading import documents, refused, texts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.data import cutting, sources, structured_files, text_files
-from drumline.data.text_files import Document, Reading, Skipped
-from drumline.errors import DataError
+from drumline.data import cutting, structured_files, text_files
+from drumline.data.text_files import Document, Skipped
 
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.ZstdCompressor().compress}
 
@@ -28,20 +26,6 @@ PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard
 def write(path: Path, data: bytes | str) -> str:
     path.write_bytes(data.encode() if isinstance(data, str) else data)
     return str(path)
-
-
-def documents(source: str, *, split: str = "train", **options: Any) -> Iterator[Document]:
-    return sources.documents(str(source), Reading(**options), split=split)
-
-
-def texts(source: str, **options: Any) -> list[str]:
-    return [document.text for document in documents(source, **options)]
-
-
-def refused(source: str, **options: Any) -> DataError:
-    with pytest.raises(DataError) as caught:
-        list(documents(source, **options))
-    return caught.value
 
 
 def passed_over(source: str) -> tuple[list[str], list[str]]:
