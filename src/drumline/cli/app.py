@@ -114,9 +114,8 @@ def run_command(argv: list[str]) -> int:
 
 def _names_files(words: Sequence[str]) -> bool:
     """Whether there may be settings in files: those of --config, or of a run that exists already."""
-    run_dir = flag(words, "run_dir")
-    given = flag(words, "config") or flag(words, "resume_from") not in (None, "auto")
-    return bool(given) or (run_dir is not None and os.path.exists(run_dir))
+    given = flag(words, "config") or flag(words, "resume_from")
+    return bool(given) or os.path.exists(flag(words, "run_dir") or "")
 
 
 def _report(error: DrumlineError, code: int) -> int:

@@ -25,9 +25,8 @@ def is_plain(config: TrainConfig, environ: Mapping[str, str]) -> bool:
     Fast and conservative: in case of doubt, the doctor runs.
     """
     run = config.run
-    if run.device == "cuda" or torch.cuda.is_available() or run.compile or run.dtype == "bfloat16":
-        return False
-    if config.model.model != "gpt":
+    on_gpu = run.device == "cuda" or torch.cuda.is_available()
+    if on_gpu or run.compile or run.dtype == "bfloat16" or config.model.model != "gpt":
         return False
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     threads = [environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in environ]

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.config.facts import ANY, did_you_mean
+    from drumline.config.facts import ANY
     from drumline.config.flags import flag
     from drumline.config.model import GPTConfig, ModelSettings
     from drumline.config.options import plugin_options
     from drumline.config.presets import PRESETS, RECIPES, filled, gpt_config, preset, with_preset
     from drumline.config.resolve import resolved
-    from drumline.config.resumed import check_allowed, refuse_changes, with_stored_batch
+    from drumline.config.resumed import refuse_changes, with_stored_batch
     from drumline.config.settings import (
         LENGTHS,
         OPTIMIZERS,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         TrainConfig,
         names_with,
     )
-    from drumline.config.toml_file import differences, from_settings, read_settings, sections
+    from drumline.config.toml_file import differences, from_settings, read_settings
     from drumline.config.toml_text import to_toml
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.data.batches import SHORTER, Batches, BatchPlan, TokenBatches, mix, plan_batches, visits, window_batch
+    from drumline.data.batches import Batches, BatchPlan, TokenBatches, mix, plan_batches, visits, window_batch
     from drumline.data.corpus import Corpus
     from drumline.data.opening import open_tokens, read_manifest
     from drumline.data.preparing import Prepared, Progress, ProgressCallback, Recipe, prepare

@@ -149,10 +149,6 @@ def visits(batches: Batches, seed: int, step: int, index: int | None = None) -> 
     return visit_order(np.arange(start, start + count, dtype=np.int64), items=batches.items, seed=seed)
 
 
-SHORTER = SHORT_PARTS
-"""Number of short windows per window, in steps that use them."""
-
-
 class TokenBatches:
     """Windows of `context` tokens from a token file; the targets are the tokens shifted by one.
 
@@ -192,7 +188,7 @@ class TokenBatches:
 
     def context_of(self, step: int) -> int:
         """Sequence length in this step."""
-        return self._context // SHORTER if step < self.short_steps else self._context
+        return self._context // SHORT_PARTS if step < self.short_steps else self._context
 
     def names(self, step: int, index: int | None = None) -> list[str]:
         from drumline.data.opening import document_names

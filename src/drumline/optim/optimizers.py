@@ -52,11 +52,10 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
 
     A group's learning rate is the schedule, which peaks at `optim.lr`, times the group's "lr_ratio".
     """
-    if optim.optimizer not in (None, *OPTIMIZERS):
-        from drumline.plugins import load_plugin
+    if optim.optimizer is not None and optim.optimizer not in OPTIMIZERS:
+        from drumline.optim.plugin import plugin_optimizer
 
-        made: torch.optim.Optimizer = load_plugin(optim.optimizer)(model, optim)
-        return made
+        return plugin_optimizer(optim.optimizer, model, optim)
     optim = filled(optim, RECIPES["classic"])
     lr, decay = _known(optim.lr), _known(optim.weight_decay)
     rates = {"matrices": lr, "embeddings": optim.embedding_lr or lr, "head": optim.head_lr or lr}

@@ -72,7 +72,8 @@ def _line(progress: PrepareProgress, elapsed_s: float) -> str:
 def amount(progress: PrepareProgress) -> str:
     if progress.bytes_total is None or is_merging(progress):
         return f"{_phase(progress)}, {progress.text_bytes / 1e6:.1f} MB of text"
-    return f"{_phase(progress)} {progress.bytes_done / 1e6:.1f} of {progress.bytes_total / 1e6:.1f} MB"
+    unit, size = ("MB", 1e6) if progress.bytes_total >= 1e6 else ("kB", 1e3)
+    return f"{_phase(progress)} {progress.bytes_done / size:.1f} of {progress.bytes_total / size:.1f} {unit}"
 
 
 def speed(progress: PrepareProgress, elapsed_s: float) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from drumline.checkpoint import Retention, check_resume, what_to_resume
-from drumline.config import TrainConfig, preset, resolved, to_toml
+from drumline.config import OPTIMIZERS, TrainConfig, preset, resolved, to_toml
 from drumline.data import Data, ProgressCallback, TokenBatches, mix, open_data, plan_batches
 from drumline.errors import EXIT_STOPPED
 from drumline.files import RunFolder, choose_folder, replace_text
@@ -96,6 +96,10 @@ def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
         from drumline.model import checked_plugin
 
         checked_plugin(config)
+    if config.optim.optimizer not in (None, *OPTIMIZERS):
+        from drumline.optim import checked_optimizer
+
+        checked_optimizer(config.optim.optimizer)
     if config.run.fp8:
         room("kernels").check_fp8(config, device)
     return config
