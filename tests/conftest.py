@@ -23,6 +23,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+with contextlib.suppress(ImportError):  # on a machine that only runs the kernels' tests
+    from hypothesis import settings
+
+    # A machine that has other work to do is slow at times, and that is no fault of what is tested.
+    settings.register_profile("no deadline", deadline=None)
+    settings.load_profile("no deadline")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: many tests do little but wait for the processes that they have started."""
