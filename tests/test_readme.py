@@ -60,7 +60,8 @@ def shrunk(command: str) -> list[str]:
     """A command of the README with a model and a length that take no time."""
     words = shlex.split(command)
     if "launch" in words:
-        words.insert(words.index("launch") + 1, "--dry_run")  # its hosts are the reader's
+        more = ["--dry_run", *(["--ssh", "sh"] if "--hosts" in words else [])]  # its hosts and its ssh are the reader's
+        words[words.index("launch") + 1 : words.index("launch") + 1] = more
     elif "train" in words and "--dry_run" not in words and "--run_dir" not in words:
         start = words.index("train") + 1
         given = [word for word in words[start:] if word.startswith("--")]

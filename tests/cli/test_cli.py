@@ -102,7 +102,7 @@ def test_of_a_flag_given_twice_the_last_one_counts(
 def test_other_commands_take_the_last_flag_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["sample", str(tmp_path / "no"), "--temperature", "-1", "--temperature=-2"]) == EXIT_USER
     assert "temperature -2.0" in capsys.readouterr().err.replace("temperature is", "temperature")
-    assert run_command(["launch", "--hosts", "a", "--hosts", "b,c", "--dry_run", "--", "bench"]) == 0
+    assert run_command(["launch", "--ssh", "sh", "--hosts", "a", "--hosts", "b,c", "--dry_run", "--", "bench"]) == 0
     shown = capsys.readouterr().out
     assert "b" in shown and "a:" not in shown
 
