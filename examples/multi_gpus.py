@@ -2,7 +2,7 @@
 
     python multi_gpus.py 50 10
 
-Started again, the run goes on where it was; another --run_dir starts a new one.
+Run it again to resume; another --run_dir starts a new run.
 """
 
 import argparse
@@ -17,8 +17,8 @@ from drumline.elastic.launch import start_ranks
 
 
 def train(total_epochs: int, save_every: int, batch_size: int, run_dir: str) -> None:
-    """What each rank does."""
-    torch.manual_seed(0)  # every rank draws the same samples and takes its own share of them
+    """Runs on each rank."""
+    torch.manual_seed(0)  # every rank creates the same data and trains on its share
     dataset = TensorDataset(torch.rand(2048, 20), torch.rand(2048, 1))
     model = torch.nn.Linear(20, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -28,11 +28,11 @@ def train(total_epochs: int, save_every: int, batch_size: int, run_dir: str) -> 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A linear layer on every GPU of this machine")
-    parser.add_argument("total_epochs", type=int, help="epochs to train in all")
+    parser.add_argument("total_epochs", type=int, help="total number of epochs")
     parser.add_argument("save_every", type=int, help="epochs between checkpoints")
-    parser.add_argument("--batch_size", type=int, default=32, help="samples on each rank (default: 32)")
+    parser.add_argument("--batch_size", type=int, default=32, help="samples per rank (default: 32)")
     parser.add_argument("--nproc", type=int, help="ranks to start (default: one per GPU)")
-    parser.add_argument("--run_dir", default="runs/multi_gpus", help="where the run is kept")
+    parser.add_argument("--run_dir", default="runs/multi_gpus", help="run folder")
     args = parser.parse_args()
     nproc = args.nproc or torch.cuda.device_count() or 1
     sys.exit(start_ranks(train, (args.total_epochs, args.save_every, args.batch_size, args.run_dir), nproc=nproc))

@@ -1,8 +1,8 @@
-"""torchrun_snapshot.py on two hosts. On each of them, with its own --node_rank (0 and 1):
+"""torchrun_snapshot.py on two hosts. Run this on each, with --node_rank 0 and 1:
 
     torchrun --nnodes=2 --nproc_per_node=2 --node_rank=0 --master_addr=HOST_0 --master_port=29500 multinode.py 50 10
 
-Rank 0 of all ranks, not of each host, keeps the run, so the hosts need no common disk.
+Only the host of rank 0 needs the run folder, so the hosts need no shared disk.
 """
 
 import os

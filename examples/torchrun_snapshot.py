@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc_per_node=2 torchrun_snapshot.py 50 10
 
-Killed and started again, or started with more epochs, it goes on from its last checkpoint, which holds the optimizer's
-state too: it ends with the same weights as a run that was never interrupted.
+Run again after a crash, or with more epochs, it resumes from its last checkpoint, including optimizer state, and ends
+with the same weights as a run that was never interrupted.
 """
 
 import argparse
@@ -16,14 +16,14 @@ from drumline import Trainer
 
 
 def main(run_dir: str = "runs/torchrun_snapshot") -> None:
-    """run_dir: where the run is kept unless --run_dir says otherwise."""
+    """run_dir: default of --run_dir"""
     parser = argparse.ArgumentParser(description="A linear layer, trained by ranks that torchrun starts")
-    parser.add_argument("total_epochs", type=int, help="epochs to train in all")
+    parser.add_argument("total_epochs", type=int, help="total number of epochs")
     parser.add_argument("save_every", type=int, help="epochs between checkpoints")
-    parser.add_argument("--batch_size", type=int, default=4, help="samples on each rank (default: 4)")
-    parser.add_argument("--run_dir", default=run_dir, help="where the run is kept")
+    parser.add_argument("--batch_size", type=int, default=4, help="samples per rank (default: 4)")
+    parser.add_argument("--run_dir", default=run_dir, help="run folder")
     args = parser.parse_args()
-    torch.manual_seed(0)  # every rank draws the same samples and takes its own share of them
+    torch.manual_seed(0)  # every rank creates the same data and trains on its share
     dataset = TensorDataset(torch.rand(16, 8), torch.rand(16, 1))
     model = torch.nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)

@@ -1,9 +1,9 @@
-"""Train a small network on random numbers; the same script on one device and on many:
+"""Train a small network on random data; the same script works on one device and on several:
 
     python train.py --batch_size 8
     torchrun --nproc_per_node=4 train.py --batch_size 8
 
-Started again, the run goes on where it was; another --run_dir starts a new one.
+Run it again to resume; another --run_dir starts a new run.
 """
 
 import argparse
@@ -18,10 +18,10 @@ from drumline import Trainer
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A small network on random numbers")
-    parser.add_argument("--batch_size", type=int, default=32, help="samples on each rank (default: 32)")
-    parser.add_argument("--run_dir", default="runs/train", help="where the run is kept")
+    parser.add_argument("--batch_size", type=int, default=32, help="samples per rank (default: 32)")
+    parser.add_argument("--run_dir", default="runs/train", help="run folder")
     args = parser.parse_args()
-    torch.manual_seed(0)  # every rank draws the same samples and takes its own share of them
+    torch.manual_seed(0)  # every rank creates the same data and trains on its share
     dataset = TensorDataset(torch.randn(1000, 10), torch.randn(1000, 1))
     model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

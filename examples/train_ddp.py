@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=2 train_ddp.py
 
-Started again, the run goes on where it was; another --run_dir starts a new one.
+Run it again to resume; another --run_dir starts a new run.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from drumline import GPT, GPTConfig, Trainer
 
 
 class ToyRandomDataset(Dataset[dict[str, Tensor]]):
-    """Sequences drawn when they are asked for. The draws follow from the step, so any number of ranks sees the same."""
+    """Random sequences, generated on access. Trainer seeds them by step: the same on any number of ranks."""
 
     def __init__(self, vocab_size: int, seq_len: int, num_samples: int) -> None:
         self.vocab_size, self.seq_len, self.num_samples = vocab_size, seq_len, num_samples
@@ -30,7 +30,7 @@ class ToyRandomDataset(Dataset[dict[str, Tensor]]):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A small GPT on random tokens")
-    parser.add_argument("--run_dir", default="runs/train_ddp", help="where the run is kept")
+    parser.add_argument("--run_dir", default="runs/train_ddp", help="run folder")
     args = parser.parse_args()
     torch.manual_seed(0)
     config = GPTConfig(

@@ -1,4 +1,4 @@
-"""Errors for people: what is wrong, with the numbers, and what to do about it.
+"""User-facing errors: what is wrong, with the numbers, and how to fix it.
 
 The command line prints a DrumlineError as two lines and exits 1; any other exception is a bug and keeps its traceback.
 """
@@ -8,28 +8,28 @@ from typing import Any
 
 EXIT_USER, EXIT_USAGE, EXIT_FAILED, EXIT_STOPPED, EXIT_INTERRUPTED = 1, 2, 3, 75, 130
 EXIT_CRASHED = 70
-"""A rank that ended by an exception that is no DrumlineError: worth another try."""
+"""A rank that exited with an exception other than a DrumlineError: worth a restart."""
 EXIT_CODES = (EXIT_USER, EXIT_USAGE, EXIT_FAILED, EXIT_STOPPED, EXIT_INTERRUPTED)
-"""1 the user's to mend, 2 the command line is wrong, 3 the run failed, 75 stopped with all saved, 130 without."""
+"""1 user error, 2 invalid command line, 3 the run failed, 75 stopped with everything saved, 130 without."""
 
 
 class DrumlineError(Exception):
-    """Something the user can mend. `fix` says how, ideally as the line to type.
+    """An error that the user can fix. `fix` says how, ideally as the command to type.
 
-    details: lines of a table, where one sentence is not enough
-    told:    whether another rank tells the user, so that one mistake is not printed by every process
+    details:  lines of a table, if one sentence is not enough
+    reported: whether another rank reports it, so that an error is not printed by every process
     """
 
     exit_code = EXIT_USER
     code = "user"
-    """What kind of error it is, for programs: the words may change."""
+    """The kind of error, for programs: messages may change."""
 
-    def __init__(self, problem: str, *, fix: str, details: Sequence[str] = (), told: bool = False) -> None:
+    def __init__(self, problem: str, *, fix: str, details: Sequence[str] = (), reported: bool = False) -> None:
         super().__init__("\n".join((problem, *details, fix)))
         self.problem = problem
         self.fix = fix
         self.details = tuple(details)
-        self.told = told
+        self.reported = reported
 
     def as_dict(self) -> dict[str, Any]:
         return {"code": self.code, "problem": self.problem, "details": list(self.details), "fix": self.fix}
@@ -40,11 +40,11 @@ class ConfigError(DrumlineError):
 
 
 class DataError(DrumlineError):
-    """Text or tokens that cannot be read, or are not what their manifest says."""
+    """Text or tokens that cannot be read, or do not match their manifest."""
 
 
 class CheckpointError(DrumlineError):
-    """A checkpoint that is damaged, missing or of another run."""
+    """A checkpoint that is damaged, missing or from another run."""
 
 
 class MissingExtraError(DrumlineError):
@@ -55,20 +55,20 @@ class MissingExtraError(DrumlineError):
 
 
 class TrainingError(DrumlineError):
-    """A run that cannot go on: its numbers are no longer finite."""
+    """A run that cannot continue: NaN or Inf."""
 
     exit_code = EXIT_FAILED
     code = "training"
 
 
 class RunLostError(DrumlineError):
-    """A rank died of something that is not the user's mistake. It names the rank and its host."""
+    """A rank died of something that is not a user error. Names the rank and its host."""
 
     exit_code = EXIT_FAILED
     code = "rank_failed"
 
 
 class PeersLostError(RunLostError):
-    """Ranks died because others did, and which of those was the first is not known here."""
+    """Ranks died because others did, and the first of those is unknown here."""
 
     code = "peers_lost"

@@ -1,4 +1,4 @@
-"""Names that are imported when they are first used, so that `import drumline` and `--help` load no torch.
+"""Names that are imported on first use, so that `import drumline` and `--help` do not load torch.
 
 A room's `__init__` lists its public names as imports under `if TYPE_CHECKING:`, which type checkers and readers see:
 
@@ -28,19 +28,19 @@ def public_names(source: str) -> dict[str, str]:
 
 
 def public(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """What a package needs to import its public names when they are first used: __getattr__, __dir__ and __all__."""
+    """__getattr__, __dir__ and __all__ of a package that imports its public names on first use."""
     homes = public_names(Path(file).read_text(encoding="utf-8"))
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(homes[name]), name)
-        setattr(sys.modules[package], name, value)  # found at once the next time
+        setattr(sys.modules[package], name, value)  # no lookup the next time
         return value
 
     return get, lambda: sorted(homes), sorted(homes)
 
 
 def room(name: str) -> Any:
-    """A room that comes later in the order of imports, for what is used only where it is asked for."""
+    """A room that comes later in the import order, loaded on demand."""
     return importlib.import_module(f"drumline.{name}")

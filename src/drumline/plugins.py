@@ -1,4 +1,4 @@
-"""`package.module:name` in a setting: how users bring their own model, text source or record sink."""
+"""`package.module:name` in a setting: custom models, optimizers, data sources and loggers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOVED = {
     "drumline.text_files": "drumline.data.text_files",
     "drumline.trackers": "drumline.report.trackers",
 }
-"""Where modules are now that configs of earlier versions may name."""
+"""New locations of modules that configs of earlier versions may refer to."""
 
 
 def is_plugin(value: str) -> bool:
@@ -32,7 +32,7 @@ def is_plugin(value: str) -> bool:
 
 
 def check_form(what: str, value: str, *, known: Sequence[str]) -> None:
-    """Refuse a value that has not that form, where drumline's own, which are known, are none of it either."""
+    """Refuse a value that is neither of that form nor one of drumline's own."""
     if not is_plugin(value):
         near = difflib.get_close_matches(value, known, n=1)
         listed = f"choose one of {', '.join(known)}, or package.module:name of a function"
@@ -40,7 +40,7 @@ def check_form(what: str, value: str, *, known: Sequence[str]) -> None:
 
 
 def load_plugin(value: str) -> Callable[..., Any]:
-    """The function or class that package.module:name names; modules in the current folder are found too."""
+    """The function or class package.module:name; modules in the current folder are found too."""
     if not is_plugin(value):
         raise ConfigError(f"{value!r} is not of the form package.module:name", fix="write it as my_module:my_function")
     module_name, _, name = value.partition(":")
@@ -51,7 +51,7 @@ def load_plugin(value: str) -> Callable[..., Any]:
     except ImportError as error:
         raise ConfigError(
             f"{value}: the module {module_name} cannot be imported: {error}",
-            fix="start in the folder that holds the module, or install its package",
+            fix="start in the folder of the module, or install its package",
         ) from error
     plugin = getattr(module, name, None)
     if not callable(plugin):
@@ -59,38 +59,38 @@ def load_plugin(value: str) -> Callable[..., Any]:
         near = difflib.get_close_matches(name, [key for key, each in vars(module).items() if callable(each)], n=1)
         raise ConfigError(
             f"{value}: the module {module_name} {what} {name}",
-            fix=f"did you mean {module_name}:{near[0]}?" if near else "name a function or class of that module",
+            fix=f"did you mean {module_name}:{near[0]}?" if near else "use a function or class of that module",
         )
     return plugin  # type: ignore[no-any-return]
 
 
 def check_call(value: str, plugin: Callable[..., Any], *given: Any, flag: str, options: Mapping[str, Any]) -> None:
-    """Refuse options that a plugin has no parameter for, and a call without an option that it needs.
+    """Refuse options that a plugin has no parameter for, and a call without a required option.
 
-    given: what it is called with besides; flag: the setting that the options come from
+    given: its other arguments; flag: the setting that the options come from
     """
     try:
         signature = inspect.signature(plugin)
     except ValueError:
-        return  # not written in Python
+        return  # a built-in without a signature
     try:
         signature.bind(*given, **options)
         return
     except TypeError:
         names = list(signature.parameters)[len(given) :]
     unknown = [name for name in options if name not in names]
-    listed = f"its options: {', '.join(names)}" if names else f"leave out --{flag}"
+    listed = f"its options: {', '.join(names)}" if names else f"drop --{flag}"
     if unknown:
         near = difflib.get_close_matches(unknown[0], names, n=1)
         fix = f"did you mean {near[0]}? {listed}" if near else listed
         raise ConfigError(f"{value} has no option {unknown[0]}", fix=fix)
     needed = [name for name in names if signature.parameters[name].default is inspect.Parameter.empty]
     missing = ", ".join(name for name in needed if name not in options)
-    raise ConfigError(f"{value} cannot be called without {missing}", fix=f"add --{flag} NAME=VALUE for each")
+    raise ConfigError(f"{value} requires {missing}", fix=f"add --{flag} NAME=VALUE for each")
 
 
 def plugin_file(value: str) -> Path | None:
-    """The file that holds a plugin's module, without importing it; None where there is none."""
+    """The file of a plugin's module, without importing it; None if unknown."""
     _import_from_here()
     with suppress(ImportError, ValueError):
         module_name = value.partition(":")[0]
@@ -100,6 +100,6 @@ def plugin_file(value: str) -> Path | None:
 
 
 def _import_from_here() -> None:
-    """Let modules of the current folder be imported: `python -m` allows it, an installed command does not."""
+    """Make modules in the current folder importable: `python -m` does that, an installed command does not."""
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

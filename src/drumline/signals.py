@@ -1,14 +1,14 @@
-"""The signals that ask a run to stop, and the only place that handles any: each kind of process in a way of its own.
+"""The signals that ask a run to stop, and the only place that handles signals; each kind of process in its own way.
 
-    who                     on the first signal                    on one more of the same kind
-    the train command       ends at once (`end_at_once`)
-    one that prepares text  KeyboardInterrupt, so that it tidies   the same
+    process                 first signal                           another one of the same kind
+    the train command       exits immediately (`end_at_once`)
+    while tokenizing text   KeyboardInterrupt, so that it cleans   the same
                             up (`raise_interrupts`)
-    the training loop       stops after this step, all saved       ends at once; under a supervisor, which ends ranks
-                            (`stopping`)                           that do not stop, it is ignored
-    a supervisor, `launch`  asks its ranks or hosts to stop        ends them at once (`counting`)
+    the training loop       stops after this step, with all saved  exits immediately; ignored under a supervisor,
+                            (`stopping`)                           which kills ranks that do not stop
+    a supervisor, `launch`  asks its ranks or hosts to stop        kills them (`counting`)
 
-A process that nohup started goes on without its terminal: where SIGHUP is ignored it stays so.
+A process started by nohup continues without its terminal: if SIGHUP is ignored, it stays ignored.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import Any, TextIO
 from drumline.errors import EXIT_INTERRUPTED
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-"""Ctrl-C, the system's way to end a process, SLURM's warning that time is up, and a terminal that was closed."""
+"""Ctrl-C, the usual kill signal, SLURM's warning before the time limit, and a closed terminal."""
 SHOW_STACKS = signal.SIGUSR2
-"""Asks a rank to show what it is doing."""
+"""Asks a rank to dump its stacks."""
 
 Handler = Callable[[int, Any], Any]
 
@@ -39,7 +39,7 @@ def stopping(*, supervised: bool) -> Iterator[threading.Event]:
 
     def ask(signum: int, frame: Any) -> None:
         stop.set()
-        # SLURM signals supervisor and ranks alike, and the supervisor passes it on: a second one is no second wish.
+        # SLURM signals both supervisor and ranks, and the supervisor forwards it: a second one is not a second request.
         signal.signal(signum, signal.SIG_IGN if supervised else before[signum])
 
     with _handling(ask):
@@ -48,7 +48,7 @@ def stopping(*, supervised: bool) -> Iterator[threading.Event]:
 
 @contextmanager
 def counting(then: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
-    """A list to which each signal adds itself, and then calls `then`, which may raise."""
+    """A list to which each signal is appended; then `then` is called, which may raise."""
     stops: list[int] = []
 
     def count(signum: int, frame: Any) -> None:
@@ -61,37 +61,37 @@ def counting(then: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Each signal is a KeyboardInterrupt."""
+    """Each signal raises KeyboardInterrupt."""
     with _handling(signal.default_int_handler):
         yield
 
 
 def end_at_once() -> None:
-    """From here on a signal ends this process: there is nothing to save yet."""
+    """From now on, a signal exits immediately: there is nothing to save yet."""
     _handle(_leave)
 
 
 def raise_interrupts() -> None:
-    """Where `end_at_once` was called: from here on there are files to tidy up, so a signal is a KeyboardInterrupt."""
+    """After `end_at_once`: from now on there are files to clean up, so a signal raises KeyboardInterrupt."""
     if signal.getsignal(signal.SIGTERM) is _leave:
         _handle(signal.default_int_handler)
 
 
 def start_afresh() -> None:
-    """Handle signals as a program that was just started does, whatever this process was forked from."""
+    """Restore default signal handling, whatever this process was forked from."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def show_stacks(file: TextIO) -> None:
-    """On SHOW_STACKS, write all threads' stacks to this file."""
+    """On SHOW_STACKS, write the stacks of all threads to this file."""
     faulthandler.register(SHOW_STACKS, file=file, all_threads=True)
 
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Signals wait; they stay blocked in processes that are started meanwhile."""
+    """Block signals; they stay blocked in processes started meanwhile."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -116,7 +116,7 @@ def _handle(handler: Handler) -> None:
 
 
 def _handlers() -> dict[int, Any]:
-    """What handles each signal that may be handled now: none in a thread, where Python does not allow it."""
+    """The handlers that may be changed now: none in a thread, where Python does not allow it."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     present = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
@@ -124,6 +124,6 @@ def _handlers() -> dict[int, Any]:
 
 
 def _leave(signum: int, frame: Any) -> None:
-    """End at once: an exception raised amid the imports of others may be caught there, and lost."""
+    """Exit immediately: an exception raised during imports may be caught there, and lost."""
     os.write(sys.stderr.fileno(), b"error: interrupted\n  fix: run the same command again\n")
     os._exit(EXIT_INTERRUPTED)

@@ -67,7 +67,7 @@ def test_the_list_says_of_each_checkpoint_why_it_is_kept_or_not_used(folder: Run
     assert code == 0
     rows = [line.split() for line in said.splitlines()[1:]]
     assert [(row[0], row[4], " ".join(row[5:])) for row in rows] == [
-        ("10", "3.0000", "goes with the next save"),
+        ("10", "3.0000", "deleted at the next save"),
         ("20", "1.0000", "newest, best"),
         ("30", "2.0000", "newest"),
         ("40", "-", "newest"),
@@ -101,12 +101,12 @@ def test_export_writes_the_newest_valid_one_and_replaces_nothing_unless_forced(
     assert f"drumline train --run_dir {folder.path} --resume_from {file}" in said
     file.write_bytes(b"something")
     code, _, error = command("export")
-    assert code == 1 and "is there already" in error and "--force" in error and file.read_bytes() == b"something"
+    assert code == 1 and "already exists" in error and "--force" in error and file.read_bytes() == b"something"
     assert command("export", "--force")[0] == 0 and open_single_file(file).step == 30
     assert command("export", "--step", "10", "--out", str(tmp_path / "ten.pt"))[0] == 0
     assert open_single_file(tmp_path / "ten.pt").step == 10
     code, _, error = command("export", "--out", str(tmp_path / "no/where.pt"))
-    assert code == 1 and "cannot be written" in error and "--out" in error
+    assert code == 1 and "is not writable" in error and "--out" in error
     code, _, error = command("export", "--step", "40")
     assert code == 1 and "is damaged" in error
 

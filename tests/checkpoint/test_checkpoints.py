@@ -96,7 +96,7 @@ def test_the_fingerprint_sees_every_bit_name_and_type() -> None:
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_first_difference(tmp_path: Path) -> None:
     found = open_checkpoint(save(RunFolder(tmp_path), 1))
-    with pytest.raises(CheckpointError, match="is of another model") as raised:
+    with pytest.raises(CheckpointError, match="is from a different model") as raised:
         load(found, model=nn.Linear(2, 2), optimizer=None)
     assert "config.toml" in raised.value.fix
 

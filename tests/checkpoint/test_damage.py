@@ -108,7 +108,7 @@ def test_harm_to_any_file_is_noticed_and_the_checkpoint_before_is_used(
     said: list[str] = []
     found = newest_valid(folder.checkpoints, warn=said.append)
     assert found is not None and found.step == 10
-    assert len(said) == 1 and "step-00000020 is damaged" in said[0] and "set aside as step-00000020.damaged" in said[0]
+    assert len(said) == 1 and "step-00000020 is damaged" in said[0] and "renamed to step-00000020.damaged" in said[0]
     assert name in said[0] or harm in (take_the_other_checkpoints, make_a_link)
     assert (folder.checkpoints / "step-00000020.damaged").exists() and not folder.checkpoint(20).exists()
 
@@ -149,7 +149,7 @@ def reseal(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_a_manifest_that_names_what_no_checkpoint_has_is_refused(folder: RunFolder, name: str) -> None:
     path = folder.checkpoint(20)
     reseal(path, lambda manifest: manifest["files"].update({name: {"bytes": 1, "sha256": "0"}}))
-    with pytest.raises(CheckpointError, match="which no checkpoint has"):
+    with pytest.raises(CheckpointError, match="which is not a file of a checkpoint"):
         open_checkpoint(path)
 
 
@@ -199,7 +199,7 @@ def test_a_damaged_checkpoint_on_a_disk_that_cannot_be_written_is_passed_over(
     monkeypatch.setattr(Path, "rename", read_only)
     said: list[str] = []
     found = newest_valid(folder.checkpoints, warn=said.append)
-    assert found is not None and found.step == 10 and "it cannot be set aside (Read-only file system)" in said[0]
+    assert found is not None and found.step == 10 and "it cannot be renamed (Read-only file system)" in said[0]
 
 
 class Payload:
@@ -242,7 +242,7 @@ def test_a_strangers_pt_runs_nothing(folder: RunFolder, tmp_path: Path, form: st
         content = torch.load(file, weights_only=True) if form == "inside" else {}
         content["run"] = Payload(marker)
         torch.save(content, file, _use_new_zipfile_serialization=form != "old torch")
-    with pytest.raises(CheckpointError, match="no checkpoint of drumline, or damaged"):
+    with pytest.raises(CheckpointError, match="damaged, or not a drumline checkpoint"):
         find(str(file), folder, say=print)
     assert not marker.exists()
 
@@ -274,5 +274,5 @@ def test_a_pt_whose_tensors_were_exchanged_is_refused(folder: RunFolder, tmp_pat
     content = torch.load(file, weights_only=True)
     content["model"]["norm.bias"] += 1
     torch.save(content, file)
-    with pytest.raises(CheckpointError, match="does not have the hash"):
+    with pytest.raises(CheckpointError, match="does not match its own hash"):
         open_single_file(file)

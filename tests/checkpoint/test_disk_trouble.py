@@ -121,7 +121,7 @@ def test_a_disk_in_trouble_for_a_while_costs_a_run_nothing(
     assert f"the checkpoint of step 15 could not be saved to {run}/checkpoints: {why}" in said
     assert "kB needed, " in said and "free)" in said
     kept = "none" if trouble is gone else "10"
-    assert f"The one of step {kept} is kept, training goes on" in said
+    assert f"The one of step {kept} is kept, training continues" in said
     check_nothing_is_lost(run, Path("calm"))
 
 

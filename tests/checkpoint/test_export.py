@@ -46,6 +46,6 @@ def test_a_run_that_goes_on_from_an_exported_file_ends_with_the_same_bits(
     assert run_command(["checkpoint", "export", "whole", "--step", "2", "--out", "two.pt"]) == 0
     assert "--resume_from two.pt" in capsys.readouterr().out
     assert train(*flags, "--run_dir", "other", "--resume_from", "two.pt") == 0
-    assert "going on from two.pt (step 2)" in capsys.readouterr().out
+    assert "resuming from two.pt (step 2)" in capsys.readouterr().out
     digests = {RunFolder(Path(run)).read_status()["weights_sha256"] for run in ("whole", "other")}
     assert len(digests) == 1

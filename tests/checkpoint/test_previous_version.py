@@ -49,7 +49,7 @@ def test_a_run_goes_on_to_the_losses_of_one_that_was_never_interrupted(
     folder, fresh = RunFolder(Path("runs", name)), RunFolder(Path("fresh"))
     before = folder.config.read_text()
     assert run_command(["train", "--run_dir", str(folder.path)]) == 0
-    assert f"going on from {folder.checkpoint(4)} (step 4)" in capsys.readouterr().out
+    assert f"resuming from {folder.checkpoint(4)} (step 4)" in capsys.readouterr().out
     assert run_command(["train", "--config", str(folder.config), "--run_dir", str(fresh.path)]) == 0
     check_gone_on(folder, fresh, logged=[1, 2, 3, 4, 5, 6, 7, 8])
     assert "my_models:Bigram" in before or name != "plugin"

@@ -51,8 +51,8 @@ def test_a_run_told_to_go_back_leaves_its_newer_checkpoints_aside_and_ends_with_
     capsys.readouterr()
     assert train(*flags, "--resume_from", "2") == 0
     said = capsys.readouterr().out
-    assert "step-00000004 is of a way this run has left: set aside as step-00000004.superseded" in said
-    assert "going on from run/checkpoints/step-00000002 (step 2)" in said
+    assert "step-00000004 is newer than the step resumed from: renamed to step-00000004.superseded" in said
+    assert "resuming from run/checkpoints/step-00000002 (step 2)" in said
     assert folder.read_status()["weights_sha256"] == before and steps(folder) == [2, 4, 6]
     assert [r["step"] for r in read_metrics(folder.metrics) if "loss" in r] == [1, 2, 3, 4, 5, 6]
 
@@ -83,7 +83,7 @@ def test_a_resume_that_is_refused_changes_nothing(tmp_path: Path) -> None:
         save(folder, step)
     arguments = {"facts": {"seed": 2}, "snapshots": Snapshots(tmp_path / "memory", folder), "say": print}
     model, optimizer = trained()
-    with pytest.raises(CheckpointError, match=r"other settings \(seed 1 -> 2\)"):
+    with pytest.raises(CheckpointError, match=r"different settings \(seed 1 -> 2\)"):
         resume("2", folder, ALONE, model, optimizer, allow_change=(), **arguments)  # type: ignore[arg-type]
     assert steps(folder) == [2, 4]
     resume("2", folder, ALONE, model, optimizer, allow_change=["seed"], **arguments)  # type: ignore[arg-type]
@@ -116,6 +116,6 @@ def test_a_run_told_where_to_go_on_and_started_again_neither_begins_anew_nor_goe
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert train(*told) == 0
     source = second if broke == "after a save" else RunFolder(Path("first"))
-    assert f"going on from {source.checkpoint(2)} (step 2)" in capsys.readouterr().out
+    assert f"resuming from {source.checkpoint(2)} (step 2)" in capsys.readouterr().out
     assert second.read_status()["weights_sha256"] == RunFolder(Path("first")).read_status()["weights_sha256"]
     assert [r["step"] for r in read_metrics(second.metrics) if "loss" in r] == [3, 4, 5, 6]

@@ -218,7 +218,7 @@ def test_a_save_that_fails_is_told_at_the_next_step_and_the_checkpoint_before_is
         message, event = told[1]
         assert event["event"] == "save failed" and event["step"] == 20 and event["why"] == "No space left on device"
         assert str(folder.checkpoints) in message and f"({count(event['bytes'])}B needed, " in message
-        assert "The one of step 10 is kept" in message and "tried again in 2 s" in message and "\n" not in message
+        assert "The one of step 10 is kept" in message and "retried in 2 s" in message and "\n" not in message
         assert [p.name for p in folder.checkpoints.iterdir()] == ["step-00000010"]
         assert not saver.wants_to_retry()  # not yet
         monkeypatch.undo()
@@ -237,7 +237,7 @@ def test_a_disk_that_stays_full_for_days_is_tried_at_most_every_minute(
         saver._failures = 5000
         saver.save(state(1))
         saver.wait()
-    assert "tried again in 60 s" in told[-1][0]
+    assert "retried in 60 s" in told[-1][0]
 
 
 def _refuse(*arguments: Any) -> None:

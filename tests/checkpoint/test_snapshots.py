@@ -139,7 +139,7 @@ def test_a_killed_run_goes_on_from_memory_to_the_same_bits_and_leaves_nothing_th
     train("calm-log", "calm")
     snapshots, step = train_and_kill("killed-log", "run")
     said = train("again-log", "run", *SNAPSHOTS)
-    assert f"going on from {snapshots.folder}/step-{step:08d} (step {step})" in said
+    assert f"resuming from {snapshots.folder}/step-{step:08d} (step {step})" in said
     assert sha256("run") == sha256("calm") and not snapshots.folder.exists()
 
 
@@ -149,7 +149,7 @@ def test_a_killed_run_whose_snapshot_is_damaged_goes_on_from_the_disk(here: Path
     (file,) = (snapshots.folder / RunFolder.checkpoint_name(step)).glob("optimizer*")
     file.write_bytes(file.read_bytes()[:-1])
     said = train("again-log", "run", *SNAPSHOTS)
-    assert f"step-{step:08d} is damaged" in said and "going on from run/checkpoints/step-00000030 (step 30)" in said
+    assert f"step-{step:08d} is damaged" in said and "resuming from run/checkpoints/step-00000030 (step 30)" in said
     train("calm-log", "calm")
     assert sha256("run") == sha256("calm") and not snapshots.folder.exists()
 
@@ -158,7 +158,7 @@ def test_a_killed_run_whose_snapshot_is_damaged_goes_on_from_the_disk(here: Path
 def test_a_new_run_in_a_folder_of_the_same_path_never_meets_the_old_ones_memory(here: Path) -> None:
     snapshots, _ = train_and_kill("killed-log", "run")
     shutil.rmtree("run")
-    assert "going on" not in train("again-log", "run", *SNAPSHOTS)
+    assert "resuming" not in train("again-log", "run", *SNAPSHOTS)
     snapshots.clear()
 
 
@@ -166,7 +166,7 @@ def test_a_new_run_in_a_folder_of_the_same_path_never_meets_the_old_ones_memory(
 def test_a_run_told_where_to_go_on_forgets_its_memory(here: Path) -> None:
     snapshots, _ = train_and_kill("killed-log", "run")
     said = train("again-log", "run", *SNAPSHOTS, "--resume_from", str(FIRST_SAVE))
-    assert "going on from run/checkpoints/step-00000030 (step 30)" in said and not snapshots.folder.exists()
+    assert "resuming from run/checkpoints/step-00000030 (step 30)" in said and not snapshots.folder.exists()
 
 
 def test_two_launchers_of_a_run_on_one_machine_keep_one_snapshot(memory: Path, tmp_path: Path) -> None:

@@ -265,7 +265,7 @@ def test_model_options_reach_a_model_of_your_own_are_kept_and_may_not_change(
     assert '[model_options]\ntag = "a b"\nwidth = 3\n' in Path("mine/config.toml").read_text()
     capsys.readouterr()
     assert run_command(["train", "--run_dir", "mine", "--model_options", "tag=b"]) == EXIT_USER
-    assert "was started with other settings: model_options" in capsys.readouterr().err
+    assert "was started with different settings: model_options" in capsys.readouterr().err
     assert run_command(["train", "--model_options", "width=3"]) == EXIT_USER
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2 and "not for --model gpt" in lines[0]
@@ -287,5 +287,7 @@ def test_the_help_of_a_setting_is_one_line_which_the_help_page_can_wrap(path: st
 def test_the_help_of_a_flag_is_one_line_which_the_help_page_can_wrap(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef) and "Parameters\n---" in (text := ast.get_docstring(node) or ""):
-            lines = text.partition("----------\n")[2].splitlines()
+            about, _, listed = text.partition("----------\n")
+            assert all(len(line) <= 80 for line in about.splitlines()[1:]), node.name
+            lines = listed.splitlines()
             assert [line.startswith("    ") for line in lines] == [False, True] * (len(lines) // 2), node.name

@@ -194,7 +194,7 @@ def test_a_resumed_run_keeps_the_sequences_per_step_on_any_number_of_ranks() -> 
 def test_changes_are_refused_by_name_unless_they_are_allowed() -> None:
     stored = resolved(TrainConfig())
     changed = replace(stored, run=replace(stored.run, seed=3, save_every=9))
-    with pytest.raises(ConfigError, match=r"runs/a was started with other settings: seed 0 -> 3\n") as raised:
+    with pytest.raises(ConfigError, match=r"runs/a was started with different settings: seed 0 -> 3\n") as raised:
         refuse_changes(changed, stored, run_dir=Path("runs/a"))
     assert "--allow_change seed" in raised.value.fix
     refuse_changes(replace(changed, run=replace(changed.run, allow_change=("seed",))), stored, run_dir=Path("runs/a"))

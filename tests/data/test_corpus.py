@@ -22,10 +22,10 @@ def survey(corpus: Corpus, *, sample_bytes: int) -> tuple[list[str], int | None]
 
 def parts(corpus: Corpus) -> dict[Label, list[Document]]:
     _, cut_bytes = survey(corpus, sample_bytes=0)
-    found: dict[Label, list[Document]] = {"train": [], "valid": []}
+    splits: dict[Label, list[Document]] = {"train": [], "valid": []}
     for label, document in corpus.labelled(Reading(), cut_bytes=cut_bytes):
-        found[label].append(document)
-    return found
+        splits[label].append(document)
+    return splits
 
 
 def sample(corpus: Corpus, sample_bytes: int) -> list[str]:
@@ -34,17 +34,17 @@ def sample(corpus: Corpus, sample_bytes: int) -> list[str]:
 
 def test_documents_are_held_out_by_seed_and_name_about_as_many_as_asked_for(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "x.jsonl", [f"text {number}" for number in range(2000)])
-    found = parts(Corpus(source, valid_fraction=0.1))
-    assert 140 < len(found["valid"]) < 260
-    assert found == parts(Corpus(source, valid_fraction=0.1))
-    assert found != parts(Corpus(source, valid_fraction=0.1, seed=1))
+    splits = parts(Corpus(source, valid_fraction=0.1))
+    assert 140 < len(splits["valid"]) < 260
+    assert splits == parts(Corpus(source, valid_fraction=0.1))
+    assert splits != parts(Corpus(source, valid_fraction=0.1, seed=1))
     longer = write_rows(tmp_path / "x.jsonl", [f"text {number}" for number in range(3000)])
-    assert parts(Corpus(longer, valid_fraction=0.1))["valid"][: len(found["valid"])] == found["valid"]
+    assert parts(Corpus(longer, valid_fraction=0.1))["valid"][: len(splits["valid"])] == splits["valid"]
 
 
 def test_the_first_document_is_always_trained_on(tmp_path: Path) -> None:
-    found = parts(Corpus(write_rows(tmp_path / "x.jsonl", ["a", "b", "c"]), valid_fraction=0.999999))
-    assert [[part.text for part in found[label]] for label in ("train", "valid")] == [["a"], ["b", "c"]]
+    splits = parts(Corpus(write_rows(tmp_path / "x.jsonl", ["a", "b", "c"]), valid_fraction=0.999999))
+    assert [[part.text for part in splits[label]] for label in ("train", "valid")] == [["a"], ["b", "c"]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -58,18 +58,18 @@ def test_where_no_document_is_held_out_the_end_of_the_text_is(
     source = write_rows(tmp_path_factory.mktemp("text") / "x.jsonl", texts)
     corpus = Corpus(source, valid_fraction=fraction)
     cut_bytes = survey(corpus, sample_bytes=0)[1]
-    found = parts(corpus)
-    assert found["valid"]
+    splits = parts(corpus)
+    assert splits["valid"]
     if cut_bytes is not None:
-        train, valid = ("".join(part.text for part in found[label]) for label in ("train", "valid"))
+        train, valid = ("".join(part.text for part in splits[label]) for label in ("train", "valid"))
         assert train + valid == "".join(texts)
         assert len(train.encode()) <= cut_bytes
 
 
 def test_a_cut_spares_the_word_it_falls_into(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("one two three four")
-    found = parts(Corpus(str(tmp_path / "x.txt"), valid_fraction=0.1))
-    assert [part.text for part in found["train"] + found["valid"]] == ["one two three", " four"]
+    splits = parts(Corpus(str(tmp_path / "x.txt"), valid_fraction=0.1))
+    assert [part.text for part in splits["train"] + splits["valid"]] == ["one two three", " four"]
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.5])
@@ -103,9 +103,9 @@ def test_a_named_validation_source_is_held_out_whole_and_nothing_else(tmp_path: 
     source = write_rows(tmp_path / "x.jsonl", [f"text {number}" for number in range(300)])
     other = write_rows(tmp_path / "y.jsonl", ["held", "out"])
     corpus = Corpus(source, valid_source=other, valid_fraction=0.5)
-    found = parts(corpus)
-    assert [part.text for part in found["valid"]] == ["held", "out"]
-    assert len(found["train"]) == 300
+    splits = parts(corpus)
+    assert [part.text for part in splits["valid"]] == ["held", "out"]
+    assert len(splits["train"]) == 300
     assert corpus.size_bytes() == sum(path.stat().st_size for path in tmp_path.iterdir())
 
 
@@ -114,9 +114,9 @@ def test_a_source_with_its_own_validation_split_is_judged_by_it(tmp_path: Path) 
     for split in ("train", "validation"):
         table = pa.table({"text": [f"{split} {number}" for number in range(50)]})
         pq.write_table(table, tmp_path / f"{split}-00000-of-00001.parquet")
-    found = parts(Corpus(str(tmp_path)))
-    assert [len(found["train"]), len(found["valid"])] == [50, 50]
-    assert all(part.text.startswith("validation") for part in found["valid"])
+    splits = parts(Corpus(str(tmp_path)))
+    assert [len(splits["train"]), len(splits["valid"])] == [50, 50]
+    assert all(part.text.startswith("validation") for part in splits["valid"])
 
 
 def test_without_a_fraction_nothing_is_held_out(tmp_path: Path) -> None:
@@ -137,8 +137,8 @@ def test_a_document_that_is_too_long_becomes_several_that_end_with_lines(
 ) -> None:
     monkeypatch.setattr(corpus_module, "LONGEST_DOCUMENT_BYTES", 50)
     text = "é line\n" * 20 + "x" * 120
-    found = parts(Corpus(write_rows(tmp_path / "x.jsonl", [text, "short"]), valid_fraction=0.0))["train"]
-    assert "".join(part.text for part in found) == text + "short"
-    assert [part.name.rpartition("#")[2] for part in found[:3]] == ["1", "2", "3"]
-    assert all(len(part.text.encode()) <= 60 for part in found)
-    assert found[0].text.endswith("line\n") and found[-1].text == "short"
+    splits = parts(Corpus(write_rows(tmp_path / "x.jsonl", [text, "short"]), valid_fraction=0.0))["train"]
+    assert "".join(part.text for part in splits) == text + "short"
+    assert [part.name.rpartition("#")[2] for part in splits[:3]] == ["1", "2", "3"]
+    assert all(len(part.text.encode()) <= 60 for part in splits)
+    assert splits[0].text.endswith("line\n") and splits[-1].text == "short"

@@ -77,8 +77,8 @@ def test_each_check_is_a_line_and_what_is_not_well_has_its_fix_beneath(
 
 
 def test_an_address_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    found = [Finding("network", "ok", "eth0 fd00::b:1 [red]"), Finding("disk", "warning", "full", "rm x", host="b")]
-    monkeypatch.setattr("drumline.doctor.all_findings", lambda *args, **more: found)
+    finding = [Finding("network", "ok", "eth0 fd00::b:1 [red]"), Finding("disk", "warning", "full", "rm x", host="b")]
+    monkeypatch.setattr("drumline.doctor.all_findings", lambda *args, **more: finding)
     assert run_command(["doctor"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "ok       network      eth0 fd00::b:1 [red]" and shown[1] == "warning  disk         b: full"
@@ -154,8 +154,8 @@ def test_a_host_that_is_missing_is_named_where_names_are_given(tmp_path: Path, c
     flags = ["--rdzv_endpoint", f"{own}:{free_port()}", "--names", f"root@{own},gone.invalid", "--patience", "0.2"]
     command = ["doctor", "--quick", "--json", "--run_dir", str(tmp_path), "--nnodes", "2", *flags]
     assert run_command(command) == EXIT_USER
-    (found,) = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["check"] == "rendezvous"]
-    assert found["host"] == "gone.invalid" and found["what"].endswith(f": {own}; missing: gone.invalid")
+    (finding,) = [each for each in json.loads(capsys.readouterr().out)["findings"] if each["check"] == "rendezvous"]
+    assert finding["host"] == "gone.invalid" and finding["what"].endswith(f": {own}; missing: gone.invalid")
 
 
 def test_one_process_of_each_host_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
@@ -184,8 +184,8 @@ def test_a_torch_that_does_not_load_is_said_with_what_to_install(
     monkeypatch.setitem(sys.modules, "torch", None)
     assert run_command(["doctor", "--json", "--run_dir", str(tmp_path)]) == EXIT_USER
     findings = json.loads(capsys.readouterr().out)["findings"]
-    (found,) = [finding for finding in findings if finding["check"] == "torch"]
-    assert found["state"] == "failed" and found["fix"] == "pip install --force-reinstall torch"
+    (finding,) = [finding for finding in findings if finding["check"] == "torch"]
+    assert finding["state"] == "failed" and finding["fix"] == "pip install --force-reinstall torch"
 
 
 def test_train_says_nothing_on_a_machine_that_is_well(
@@ -283,8 +283,8 @@ def test_room_is_asked_for_all_checkpoints_that_will_be_kept(tmp_path: Path, mon
     monkeypatch.setattr(machine, "measure_disk", disk)
     keeping: dict[str, Any] = {"run_dir": str(tmp_path / "run"), "keep_best": False}
     assert before(**keeping, keep_checkpoints=1)["disk"].state == "ok"  # two of 33 MB: one is written before one goes
-    found = before(**keeping, keep_checkpoints=2)["disk"]
-    assert found.state == "warning" and "the run's checkpoints will take about 88.5MB" in found.what
+    finding = before(**keeping, keep_checkpoints=2)["disk"]
+    assert finding.state == "warning" and "the run's checkpoints will take about 88.5MB" in finding.what
     held = tmp_path / "run" / "checkpoints" / "step-00000001"
     held.mkdir(parents=True)
     (held / "model-1-of-1").write_bytes(bytes(33_000_000))  # its room will be free again

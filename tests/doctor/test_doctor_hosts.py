@@ -117,9 +117,9 @@ def bad(report: HostsReport) -> list[Finding]:
 
 def the(report: HostsReport, check: str) -> Finding:
     """The only bad finding of a check."""
-    found = [finding for finding in bad(report) if finding.check == check]
-    assert len(found) == 1, report.findings
-    return found[0]
+    findings = [finding for finding in bad(report) if finding.check == check]
+    assert len(findings) == 1, report.findings
+    return findings[0]
 
 
 def test_healthy_hosts_meet_reach_each_other_and_reduce(hosts: Hosts) -> None:
@@ -138,9 +138,9 @@ def test_a_meeting_port_that_is_closed_is_named_on_both_hosts(hosts: Hosts) -> N
     a, b = hosts
     a.filter("input", f"iifname eth0 tcp dport {PORT} drop")
     first, second = reports([call(host, patience_s=BRIEF_S) for host in (a, b)])
-    found = the(second, f"port {PORT}")
-    assert (found.state, found.host, found.fix) == ("failed", "host-a", f"ufw allow {PORT}/tcp")
-    assert f"host-b tried host-a (10.77.0.1) port {PORT}" in found.what and "drops the packets" in found.what
+    finding = the(second, f"port {PORT}")
+    assert (finding.state, finding.host, finding.fix) == ("failed", "host-a", f"ufw allow {PORT}/tcp")
+    assert f"host-b tried host-a (10.77.0.1) port {PORT}" in finding.what and "drops the packets" in finding.what
     assert "1 of 2 hosts joined" in the(first, "rendezvous").what
     assert first.tells and second.tells
 
@@ -150,23 +150,23 @@ def test_a_host_that_never_comes_is_missed_by_name_where_names_are_known(
     hosts: Hosts, names: tuple[str, ...], missing: str
 ) -> None:
     (report,) = reports([call(hosts[0], patience_s=BRIEF_S, names=names)])
-    found = the(report, "rendezvous")
-    assert f"1 of 2 hosts joined at host-a:29500 within 2 s: host-a; missing: {missing}" in found.what
-    assert found.fix.endswith("nc -vz host-a 29500")
+    finding = the(report, "rendezvous")
+    assert f"1 of 2 hosts joined at host-a:29500 within 2 s: host-a; missing: {missing}" in finding.what
+    assert finding.fix.endswith("nc -vz host-a 29500")
 
 
 def test_a_first_host_that_never_comes_is_named(hosts: Hosts) -> None:
     (report,) = reports([call(hosts[1], patience_s=BRIEF_S)])
-    found = the(report, f"port {PORT}")
-    assert found.host == "host-a" and "has refused host-b on port 29500" in found.what
-    assert "start the check on host-a too" in found.fix
+    finding = the(report, f"port {PORT}")
+    assert finding.host == "host-a" and "has refused host-b on port 29500" in finding.what
+    assert "start the check on host-a too" in finding.fix
 
 
 def test_a_name_that_does_not_resolve_is_named(hosts: Hosts) -> None:
     (report,) = reports([call(hosts[1], endpoint="host-x:29500", patience_s=BRIEF_S)])
-    found = the(report, "name")
-    assert found.host == "host-b" and "host host-x" in found.what and "does not resolve on host-b" in found.what
-    assert found.fix == "echo 'ADDRESS host-x' >> /etc/hosts"
+    finding = the(report, "name")
+    assert finding.host == "host-b" and "host host-x" in finding.what and "does not resolve on host-b" in finding.what
+    assert finding.fix == "echo 'ADDRESS host-x' >> /etc/hosts"
 
 
 @pytest.mark.needs("firewall")
@@ -174,9 +174,9 @@ def test_ports_closed_in_one_direction_are_laid_to_the_host_that_lets_nobody_in(
     a, b = hosts
     b.filter("input", "iifname eth0 tcp flags & (syn|ack) == syn drop")
     first, second = reports([call(host) for host in (a, b)])
-    found = the(first, "reach")
-    assert (found.state, found.host, found.fix) == ("failed", "host-b", "ufw allow from 10.77.0.1")
-    assert "host-a cannot open connections to host-b (10.77.0.2 on eth0)" in found.what
+    finding = the(first, "reach")
+    assert (finding.state, finding.host, finding.fix) == ("failed", "host-b", "ufw allow from 10.77.0.1")
+    assert "host-a cannot open connections to host-b (10.77.0.2 on eth0)" in finding.what
     assert second.findings == first.findings
 
 
@@ -185,9 +185,9 @@ def test_ports_that_are_rejected_are_told_from_packets_that_are_dropped(hosts: H
     a, b = hosts
     a.filter("input", f"iifname eth0 tcp dport != {PORT} tcp flags & (syn|ack) == syn reject with tcp reset")
     first, _ = reports([call(host) for host in (a, b)])
-    found = the(first, "reach")
-    assert found.host == "host-a" and "the connection is refused" in found.what
-    assert found.fix == "ufw allow from 10.77.0.2"
+    finding = the(first, "reach")
+    assert finding.host == "host-a" and "the connection is refused" in finding.what
+    assert finding.fix == "ufw allow from 10.77.0.2"
 
 
 def test_a_wrong_interface_is_named_with_the_right_one(hosts: Hosts) -> None:
@@ -198,10 +198,10 @@ def test_a_wrong_interface_is_named_with_the_right_one(hosts: Hosts) -> None:
         first, second = reports([call(a), call(b, env={"GLOO_SOCKET_IFNAME": "eth1"})])
     finally:
         subprocess.run(["ip", "-n", b.namespace, "link", "del", "eth1"], check=True)
-    found = the(first, "interface")
-    assert found.host == "host-b"
-    assert found.fix == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
-    assert "host-b announces 10.88.0.2 on eth1 to gloo, where host-a cannot reach it" in found.what
+    finding = the(first, "interface")
+    assert finding.host == "host-b"
+    assert finding.fix == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+    assert "host-b announces 10.88.0.2 on eth1 to gloo, where host-a cannot reach it" in finding.what
     assert second.findings == first.findings
 
 
@@ -211,10 +211,10 @@ def test_an_mtu_black_hole_is_laid_to_the_host_whose_large_packets_vanish(hosts:
     # Where the packets would arrive: what is dropped as it leaves is known to the sender, and no black hole.
     hosts[spared].filter("prerouting", f"ip saddr {hosts[hurt].address} meta length > 1400 drop")
     first, second = reports([call(host, collectives=True) for host in hosts])
-    found = the(first, "packets")
-    assert (found.state, found.host) == ("failed", hosts[hurt].name)
-    assert found.fix == "ip link set dev eth0 mtu 1400"
-    assert f"more than 1400 bytes from {hosts[hurt].name} to {hosts[spared].name} are dropped" in found.what
+    finding = the(first, "packets")
+    assert (finding.state, finding.host) == ("failed", hosts[hurt].name)
+    assert finding.fix == "ip link set dev eth0 mtu 1400"
+    assert f"more than 1400 bytes from {hosts[hurt].name} to {hosts[spared].name} are dropped" in finding.what
     assert first.findings == second.findings and not first.timings  # no collective was tried, which would have hung
 
 
@@ -223,10 +223,10 @@ def test_loss_is_laid_to_the_host_whose_packets_are_lost(hosts: Hosts) -> None:
     a, b = hosts
     a.filter("prerouting", f"ip saddr {b.address} meta length > 600 numgen random mod 100 < 15 drop")
     first, _ = reports([call(host) for host in (a, b)])
-    found = [finding for finding in first.findings if finding.check == "loss" and finding.host == "host-b"]
-    assert found and found[0].state == "warning", first.findings
-    assert "packets from host-b to host-a are lost" in found[0].what
-    assert found[0].fix == "ip -s link show dev eth0"
+    findings = [finding for finding in first.findings if finding.check == "loss" and finding.host == "host-b"]
+    assert findings and findings[0].state == "warning", first.findings
+    assert "packets from host-b to host-a are lost" in findings[0].what
+    assert findings[0].fix == "ip -s link show dev eth0"
 
 
 def test_versions_a_clock_and_data_that_differ_are_laid_to_their_host(hosts: Hosts, tmp_path: Path) -> None:
@@ -259,15 +259,15 @@ def test_a_host_that_hashes_for_long_is_waited_for_and_not_missed(hosts: Hosts, 
 def test_a_host_that_dies_in_the_middle_of_the_collectives_is_named(hosts: Hosts) -> None:
     first, _ = call(hosts[0], collectives=True), call(hosts[1], collectives=True, dies_with="collectives.SizeRow")
     (report,) = reports([first])
-    found = the(report, "rendezvous")
-    assert found.host == "host-b" and "host-b joined and then stopped responding" in found.what
+    finding = the(report, "rendezvous")
+    assert finding.host == "host-b" and "host-b joined and then stopped responding" in finding.what
 
 
 def test_a_first_host_that_dies_is_named_by_the_others(hosts: Hosts) -> None:
     _, second = call(hosts[0], dies_with="check.judge"), call(hosts[1])
     (report,) = reports([second])
-    found = the(report, "rendezvous")
-    assert found.host == "host-a" and "stopped responding" in found.what and report.tells
+    finding = the(report, "rendezvous")
+    assert finding.host == "host-a" and "stopped responding" in finding.what and report.tells
 
 
 def test_of_three_hosts_the_one_behind_a_slow_link_is_named(tmp_path: Path) -> None:
@@ -290,8 +290,8 @@ def test_ranks_that_torchrun_started_check_their_hosts_and_the_first_one_tells(h
     ]
     for each in started:
         assert each.ended(within_s=LIMIT_S) == 0, each.said
-    found = [json.loads(each.said[each.said.index("{\n") :])["findings"] for each in started]
-    assert {finding["host"] for finding in found[1]} == {"host-b"}  # of itself alone
-    together = [finding for finding in found[0] if finding["host"] != "host-a"]
+    findings = [json.loads(each.said[each.said.index("{\n") :])["findings"] for each in started]
+    assert {finding["host"] for finding in findings[1]} == {"host-b"}  # of itself alone
+    together = [finding for finding in findings[0] if finding["host"] != "host-a"]
     assert not [finding for finding in together if finding["state"] == "failed"]
     assert {"rendezvous", "reach", "packets", "gloo"} <= {finding["check"] for finding in together}

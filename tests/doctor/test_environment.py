@@ -21,9 +21,9 @@ INTERFACES = (
 def judged(name: str, value: str, **facts: Any) -> Finding:
     known: dict[str, Any] = {"interfaces": INTERFACES, "cores": 8, "gpus": 4, "infiniband": ["mlx5_0", "mlx5_1"]}
     known |= {"resolves": lambda host: True, **facts}
-    (found,) = check_variables({name: value, "HOME": "/root"}, Facts(**{"port_is_free": lambda port: True, **known}))
-    assert found.check == name
-    return found
+    (finding,) = check_variables({name: value, "HOME": "/root"}, Facts(**{"port_is_free": lambda port: True, **known}))
+    assert finding.check == name
+    return finding
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,13 @@ def judged(name: str, value: str, **facts: Any) -> Finding:
     ],
 )
 def test_a_variable_that_is_set_is_shown_with_what_it_does(name: str, value: str, meaning: str) -> None:
-    found = judged(name, value)
-    assert found.state == "ok" and found.what.startswith(f"is {value}: ") and meaning in found.what and not found.fix
+    finding = judged(name, value)
+    assert (
+        finding.state == "ok"
+        and finding.what.startswith(f"is {value}: ")
+        and meaning in finding.what
+        and not finding.fix
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,8 +86,8 @@ def test_a_variable_that_is_set_is_shown_with_what_it_does(name: str, value: str
     ],
 )
 def test_a_value_that_hurts_is_named_with_the_line_to_type(name: str, value: str, state: str, fix: str) -> None:
-    found = judged(name, value)
-    assert (found.state, found.fix[: len(fix)]) == (state, fix)
+    finding = judged(name, value)
+    assert (finding.state, finding.fix[: len(fix)]) == (state, fix)
 
 
 def test_infiniband_is_asked_for_or_left_alone_only_where_there_is_some() -> None:
@@ -108,13 +113,13 @@ def test_a_host_that_has_no_address_and_a_port_that_is_taken_are_found() -> None
         held.listen()
         port = held.getsockname()[1]
         assert not is_free(port)
-        found = judged("MASTER_PORT", str(port), port_is_free=is_free)
-    assert found.state == "warning" and found.fix.startswith("export MASTER_PORT=") and str(port) not in found.fix
+        finding = judged("MASTER_PORT", str(port), port_is_free=is_free)
+    assert finding.state == "warning" and finding.fix.startswith("export MASTER_PORT=") and str(port) not in finding.fix
 
 
 def test_what_is_for_gpus_is_no_matter_without_one_and_what_is_for_compiling_none_without_that() -> None:
-    found = judged("NCCL_P2P_DISABLE", "1", gpus=0)
-    assert found.state == "ok" and found.what.endswith("no effect without a GPU")
+    finding = judged("NCCL_P2P_DISABLE", "1", gpus=0)
+    assert finding.state == "ok" and finding.what.endswith("no effect without a GPU")
     assert judged("TORCHDYNAMO_DISABLE", "1", compiles=False).state == "ok"
 
 

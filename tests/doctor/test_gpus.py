@@ -93,8 +93,8 @@ def test_why_torch_finds_no_gpu_is_told_with_what_to_type(
 ) -> None:
     monkeypatch.setattr(gpus, "in_container", lambda: False)
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    found = check_cuda(built_for=built_for, trouble=trouble, installed=installed, environ=environ)
-    assert found.state == state and fix in found.fix and bool(found.fix) == (state != "ok")
+    finding = check_cuda(built_for=built_for, trouble=trouble, installed=installed, environ=environ)
+    assert finding.state == state and fix in finding.fix and bool(finding.fix) == (state != "ok")
     needed = check_cuda(built_for=built_for, trouble=trouble, installed=installed, environ=environ, needed=True)
     works = built_for is not None and not trouble
     assert needed.state == ("ok" if works else "failed") and bool(needed.fix) != works
@@ -102,8 +102,8 @@ def test_why_torch_finds_no_gpu_is_told_with_what_to_type(
 
 def test_a_gpu_is_hidden_from_a_container_that_was_not_given_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpus, "in_container", lambda: True)
-    found = check_cuda(built_for="12.8", trouble=NONE, installed=1, environ={})
-    assert found.state == "warning" and found.fix == "docker run --gpus all ..."
+    finding = check_cuda(built_for="12.8", trouble=NONE, installed=1, environ={})
+    assert finding.state == "warning" and finding.fix == "docker run --gpus all ..."
 
 
 def gpu(**about: Any) -> Any:
@@ -119,9 +119,11 @@ def gpu(**about: Any) -> Any:
 
 def test_a_gpu_that_is_well_is_one_line() -> None:
     smi = Smi(uuid="a", temperature_c=31, ecc_errors=0, driver="570.1", power_limit_w=700.0)
-    found = gpu(smi=smi)
-    assert found.state == "ok" and found.check == "GPU 3"
-    assert found.what == ("H100, 79 of 80 GiB free, 31 °C, no ECC errors, 700 W, driver 570.1, float32 matmuls correct")
+    finding = gpu(smi=smi)
+    assert finding.state == "ok" and finding.check == "GPU 3"
+    assert finding.what == (
+        "H100, 79 of 80 GiB free, 31 °C, no ECC errors, 700 W, driver 570.1, float32 matmuls correct"
+    )
     assert gpu().what == "H100, 79 of 80 GiB free, float32 matmuls correct"
 
 
@@ -192,10 +194,10 @@ def test_every_wrong_element_is_counted() -> None:
 
 def test_the_cpu_is_made_to_compute_in_a_process_of_its_own() -> None:
     before = psutil.Process().children()
-    found = cpu_products()
+    products = cpu_products()
     assert psutil.Process().children() == before
-    assert found["float32"][0] == 0
-    assert check_cpu_products(found).state in ("ok", "warning")
+    assert products["float32"][0] == 0
+    assert check_cpu_products(products).state in ("ok", "warning")
 
 
 def test_a_cpu_that_dies_of_bfloat16_is_told_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,8 +207,12 @@ def test_a_cpu_that_dies_of_bfloat16_is_told_the_cure(monkeypatch: pytest.Monkey
         os.kill(os.getpid(), signal.SIGILL)
 
     monkeypatch.setattr(gpus, "_compute_and_leave", die)
-    found = check_cpu_products(cpu_products())
-    assert found.state == "warning" and found.fix == "export ONEDNN_MAX_CPU_ISA=AVX512_CORE" and "SIGILL" in found.what
+    finding = check_cpu_products(cpu_products())
+    assert (
+        finding.state == "warning"
+        and finding.fix == "export ONEDNN_MAX_CPU_ISA=AVX512_CORE"
+        and "SIGILL" in finding.what
+    )
     assert check_cpu_products(cpu_products(), needed=True).state == "failed"
 
 

@@ -69,9 +69,9 @@ def of(number: int, count: int) -> set[tuple[int, int]]:
 @MANY
 def test_healthy_hosts_give_only_good_news(count: int) -> None:
     hosts, sights = healthy(count)
-    found = judge(hosts, list(sights.values()))
-    assert worst(found) == "ok"
-    assert {finding.check for finding in found} >= {
+    findings = judge(hosts, list(sights.values()))
+    assert worst(findings) == "ok"
+    assert {finding.check for finding in findings} >= {
         "reach",
         "packets",
         "loss",
@@ -99,29 +99,29 @@ def test_every_bad_finding_ends_in_a_line_to_type(count: int) -> None:
     ]
     for fault in faults:
         for at in ({(0, 1)}, to(1, count), of(1, count)):
-            found = broken(count, at, **fault)
-            assert found and all(finding.fix and finding.host for finding in found), fault
+            findings = broken(count, at, **fault)
+            assert findings and all(finding.fix and finding.host for finding in findings), fault
 
 
 @MANY
 def test_a_host_that_lets_nobody_in_is_named(count: int) -> None:
-    (found,) = broken(count, to(1, count), why="timed out")
-    assert (found.check, found.state, found.host) == ("reach", "failed", "host-1")
-    assert "packets are dropped" in found.what
-    assert found.fix == ("ufw allow from 10.0.0.1" if count == 2 else "ufw allow in on eth0")
+    (finding,) = broken(count, to(1, count), why="timed out")
+    assert (finding.check, finding.state, finding.host) == ("reach", "failed", "host-1")
+    assert "packets are dropped" in finding.what
+    assert finding.fix == ("ufw allow from 10.0.0.1" if count == 2 else "ufw allow in on eth0")
 
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_a_host_that_gets_out_to_nobody_is_named(count: int) -> None:
-    (found,) = broken(count, of(1, count), why="timed out")
-    assert (found.host, found.fix) == ("host-1", "ufw allow out on eth0")
+    (finding,) = broken(count, of(1, count), why="timed out")
+    assert (finding.host, finding.fix) == ("host-1", "ufw allow out on eth0")
 
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_a_host_that_lets_one_other_not_in_is_named_with_that_other(count: int) -> None:
-    (found,) = broken(count, {(0, 2)}, why="refused")
-    assert (found.host, found.fix) == ("host-2", "ufw allow from 10.0.0.1")
-    assert "host-0 cannot open connections to host-2" in found.what and "host-1" in found.what
+    (finding,) = broken(count, {(0, 2)}, why="refused")
+    assert (finding.host, finding.fix) == ("host-2", "ufw allow from 10.0.0.1")
+    assert "host-0 cannot open connections to host-2" in finding.what and "host-1" in finding.what
 
 
 @MANY
@@ -131,10 +131,10 @@ def test_an_address_that_others_do_not_reach_while_another_answers_is_a_wrong_in
     hosts[1] = replace(hosts[1], interfaces=interfaces, gloo=address(1, net=9))
     for pair in to(1, count):
         sights[pair] = replace(sights[pair], address=address(1, net=9), why="no route", other=address(1))
-    (found,) = bad(hosts, sights)
-    assert (found.check, found.host) == ("interface", "host-1")
-    assert found.fix == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
-    assert "announces 10.0.9.2 on eth1" in found.what and "10.0.0.2 (eth0) answers" in found.what
+    (finding,) = bad(hosts, sights)
+    assert (finding.check, finding.host) == ("interface", "host-1")
+    assert finding.fix == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+    assert "announces 10.0.9.2 on eth1" in finding.what and "10.0.0.2 (eth0) answers" in finding.what
 
 
 @MANY
@@ -146,9 +146,9 @@ def test_a_host_that_announces_itself_to_itself_is_told_which_interface_to_name(
     hosts[1] = replace(hosts[1], gloo=announced)
     for pair in to(1, count):
         sights[pair] = replace(sights[pair], address=announced or "", why="unreachable", other=address(1))
-    (found,) = bad(hosts, sights)
-    assert (found.check, found.host) == ("interface", "host-1")
-    assert found.fix == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
+    (finding,) = bad(hosts, sights)
+    assert (finding.check, finding.host) == ("interface", "host-1")
+    assert finding.fix == "export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0"
     # Nothing is said of a firewall where the address alone is wrong.
     unseen = {pair: replace(sight, other="") if sight.why else sight for pair, sight in sights.items()}
     assert [each.check for each in bad(hosts, unseen)] == ["interface"]
@@ -161,29 +161,29 @@ def test_an_interface_that_is_wrong_for_nccl_alone_is_mended_for_nccl_alone() ->
     at_nccl = replace(
         sights[0, 1], use="nccl", address=address(1, net=9), why="timed out", other=address(1), name_means=address(1)
     )
-    (found,) = [each for each in judge(hosts, [*sights.values(), at_nccl]) if each.state != "ok"]
-    assert (found.host, found.fix) == ("host-1", "export NCCL_SOCKET_IFNAME=eth0")
+    (finding,) = [each for each in judge(hosts, [*sights.values(), at_nccl]) if each.state != "ok"]
+    assert (finding.host, finding.fix) == ("host-1", "export NCCL_SOCKET_IFNAME=eth0")
 
 
 @MANY
 def test_a_black_hole_is_laid_to_the_host_whose_packets_vanish(count: int) -> None:
-    (found,) = broken(count, of(1, count), stalled=True, largest_packet=1400)
-    assert (found.check, found.state, found.host) == ("packets", "failed", "host-1")
-    assert "MTU black hole: packets of more than 1400 bytes" in found.what
-    assert found.fix == "ip link set dev eth0 mtu 1400"
+    (finding,) = broken(count, of(1, count), stalled=True, largest_packet=1400)
+    assert (finding.check, finding.state, finding.host) == ("packets", "failed", "host-1")
+    assert "MTU black hole: packets of more than 1400 bytes" in finding.what
+    assert finding.fix == "ip link set dev eth0 mtu 1400"
 
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_a_black_hole_around_one_host_is_laid_to_that_host_alone(count: int) -> None:
-    (found,) = broken(count, of(2, count) | to(2, count), stalled=True, largest_packet=1450)
-    assert (found.host, found.fix) == ("host-2", "ip link set dev eth0 mtu 1450")
+    (finding,) = broken(count, of(2, count) | to(2, count), stalled=True, largest_packet=1450)
+    assert (finding.host, finding.fix) == ("host-2", "ip link set dev eth0 mtu 1450")
 
 
 @MANY
 def test_loss_is_laid_to_the_host_that_had_to_send_again(count: int) -> None:
-    (found,) = broken(count, of(1, count), retransmitted=60)
-    assert (found.check, found.state, found.host) == ("loss", "warning", "host-1")
-    assert "2.0% retransmitted" in found.what
+    (finding,) = broken(count, of(1, count), retransmitted=60)
+    assert (finding.check, finding.state, finding.host) == ("loss", "warning", "host-1")
+    assert "2.0% retransmitted" in finding.what
 
 
 def test_a_few_packets_sent_again_are_nothing() -> None:
@@ -192,9 +192,9 @@ def test_a_few_packets_sent_again_are_nothing() -> None:
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_a_host_that_is_slow_with_everyone_is_named(count: int) -> None:
-    (found,) = broken(count, of(2, count) | to(2, count), rtt_s=0.04)
-    assert (found.check, found.host) == ("latency", "host-2")
-    assert "40.0 ms" in found.what
+    (finding,) = broken(count, of(2, count) | to(2, count), rtt_s=0.04)
+    assert (finding.check, finding.host) == ("latency", "host-2")
+    assert "40.0 ms" in finding.what
 
 
 def test_of_two_hosts_none_is_the_slow_one() -> None:
@@ -208,9 +208,9 @@ def test_a_clock_that_is_off_is_named_with_the_seconds(count: int) -> None:
         sights[pair] = replace(sights[pair], skew_s=-7.0)
     for pair in of(1, count):
         sights[pair] = replace(sights[pair], skew_s=7.0)
-    (found,) = bad(hosts, sights)
-    assert (found.check, found.host, found.fix) == ("clock", "host-1", "timedatectl set-ntp true")
-    assert "7.0 s behind" in found.what
+    (finding,) = bad(hosts, sights)
+    assert (finding.check, finding.host, finding.fix) == ("clock", "host-1", "timedatectl set-ntp true")
+    assert "7.0 s behind" in finding.what
 
 
 def test_of_three_clocks_the_first_may_be_the_wrong_one() -> None:
@@ -218,8 +218,8 @@ def test_of_three_clocks_the_first_may_be_the_wrong_one() -> None:
     for source, target in sights:
         skew_s = {0: -3.0}.get(source, 0.0) - {0: -3.0}.get(target, 0.0)
         sights[source, target] = replace(sights[source, target], skew_s=skew_s)
-    (found,) = bad(hosts, sights)
-    assert found.host == "host-0" and "3.0 s ahead of the others" in found.what
+    (finding,) = bad(hosts, sights)
+    assert finding.host == "host-0" and "3.0 s ahead of the others" in finding.what
 
 
 @MANY
@@ -239,8 +239,8 @@ def test_the_host_with_other_versions_is_named_with_what_to_install(count: int) 
 def test_the_host_with_another_drumline_is_told_how_to_update_its_checkout() -> None:
     hosts, sights = healthy(3)
     hosts[2] = replace(hosts[2], versions={**VERSIONS, "drumline": "0.0.9"})
-    (found,) = bad(hosts, sights)
-    assert (found.host, found.fix) == ("host-2", "git pull && pip install -c constraints.txt -e .")
+    (finding,) = bad(hosts, sights)
+    assert (finding.host, finding.fix) == ("host-2", "git pull && pip install -c constraints.txt -e .")
 
 
 def with_nccl(values: Sequence[str]) -> list[Finding]:
@@ -251,9 +251,9 @@ def with_nccl(values: Sequence[str]) -> list[Finding]:
 
 
 def test_a_host_whose_gpu_torch_cannot_use_is_told_so_and_not_to_install_torch() -> None:
-    (found,) = with_nccl(["2.27.3", "none", "2.27.3"])
-    assert (found.check, found.state, found.host, found.fix) == ("CUDA", "failed", "host-1", "drumline doctor")
-    assert found.what == "host-1 has no usable GPU, the others have"
+    (finding,) = with_nccl(["2.27.3", "none", "2.27.3"])
+    assert (finding.check, finding.state, finding.host, finding.fix) == ("CUDA", "failed", "host-1", "drumline doctor")
+    assert finding.what == "host-1 has no usable GPU, the others have"
     assert [each.what for each in with_nccl(["none", "none", "2.27.3"])] == [
         "host-0 has no usable GPU, host-2 has",
         "host-1 has no usable GPU, host-2 has",
@@ -267,20 +267,20 @@ def test_the_host_with_other_data_is_named_with_the_line_that_copies_it(count: i
     hosts = [host(number, data_paths={"tokens": "/data/tokens"}) for number in range(count)]
     hosts[1] = replace(hosts[1], data_paths={"tokens": "/mnt/tokens"})
     told = {number: {"tokens/train.bin": "a" * 64} for number in range(count)}
-    (found,) = compare_data(hosts, {**told, 1: {"tokens/train.bin": "b" * 64}})
-    assert (found.check, found.host) == ("data", "host-1")
-    assert found.what == "tokens/train.bin on host-1 is sha256 bbbbbbbbbbbb, on host-0 sha256 aaaaaaaaaaaa"
-    assert found.fix == "rsync -a host-0:/data/tokens /mnt/"
-    (found,) = compare_data(hosts, {**told, 1: {"tokens/train.bin": "7 bytes, but 9 in its manifest"}})
-    assert found.what.startswith("tokens/train.bin on host-1 is 7 bytes, but 9 in its manifest, on host-0 sha256 aa")
+    (finding,) = compare_data(hosts, {**told, 1: {"tokens/train.bin": "b" * 64}})
+    assert (finding.check, finding.host) == ("data", "host-1")
+    assert finding.what == "tokens/train.bin on host-1 is sha256 bbbbbbbbbbbb, on host-0 sha256 aaaaaaaaaaaa"
+    assert finding.fix == "rsync -a host-0:/data/tokens /mnt/"
+    (finding,) = compare_data(hosts, {**told, 1: {"tokens/train.bin": "7 bytes, but 9 in its manifest"}})
+    assert finding.what.startswith("tokens/train.bin on host-1 is 7 bytes, but 9 in its manifest, on host-0 sha256 aa")
 
 
 def test_data_that_is_alike_is_told_with_how_it_was_compared() -> None:
     hosts = [host(number, data_paths={"text": "/data/text"}) for number in range(2)]
 
     def told(**data: str) -> Finding:
-        (found,) = compare_data(hosts, dict.fromkeys(range(2), data))
-        return found
+        (finding,) = compare_data(hosts, dict.fromkeys(range(2), data))
+        return finding
 
     assert told(a="a" * 64) == Finding("data", "ok", "on all hosts 1 file is identical")
     listed, tokens = "b" * 64 + BY_NAME, "c" * 64 + BY_MANIFEST
@@ -293,17 +293,17 @@ def test_data_that_is_alike_is_told_with_how_it_was_compared() -> None:
 
 def test_hosts_that_told_nothing_of_their_data_are_not_said_to_lack_it() -> None:
     hosts = [host(number) for number in range(3)]
-    (found,) = compare_data(hosts, {0: {"a": "a" * 64}, 1: {"a": "a" * 64}})
-    assert found.state == "ok"
+    (finding,) = compare_data(hosts, {0: {"a": "a" * 64}, 1: {"a": "a" * 64}})
+    assert finding.state == "ok"
 
 
 @MANY
 def test_a_host_with_another_mtu_is_named_even_where_all_packets_pass(count: int) -> None:
     hosts, sights = healthy(count)
     hosts[1] = replace(hosts[1], interfaces=(Interface("eth0", (address(1),), 9000, True),))
-    (found,) = bad(hosts, sights)
-    assert (found.check, found.state, found.host) == ("mtu", "warning", "host-1")
-    assert found.fix == "ip link set dev eth0 mtu 1500"
+    (finding,) = bad(hosts, sights)
+    assert (finding.check, finding.state, finding.host) == ("mtu", "warning", "host-1")
+    assert finding.fix == "ip link set dev eth0 mtu 1500"
 
 
 def test_an_interface_slower_than_the_others_is_named() -> None:
@@ -312,18 +312,18 @@ def test_an_interface_slower_than_the_others_is_named() -> None:
         replace(each, interfaces=(replace(each.interfaces[0], speed_mbit=100 if each.number == 2 else 1000),))
         for each in hosts
     ]
-    (found,) = bad(hosts, sights)
-    assert (found.host, found.what) == ("host-2", "eth0 on host-2 runs at 100 Mbit/s, others at 1,000")
+    (finding,) = bad(hosts, sights)
+    assert (finding.host, finding.what) == ("host-2", "eth0 on host-2 runs at 100 Mbit/s, others at 1,000")
 
 
 def test_names_that_do_not_resolve_or_mean_another_machine_get_their_lines_for_etc_hosts() -> None:
     hosts, sights = healthy(3)
     sights[0, 1] = replace(sights[0, 1], name_means="")
     sights[0, 2] = replace(sights[0, 2], name_means="192.0.2.7")
-    (found,) = bad(hosts, sights)
-    assert (found.check, found.host) == ("name", "host-0")
-    assert "host-1 does not resolve, host-2 is 192.0.2.7" in found.what
-    assert found.fix == "printf '10.0.0.2 host-1\\n10.0.0.3 host-2\\n' >> /etc/hosts"
+    (finding,) = bad(hosts, sights)
+    assert (finding.check, finding.host) == ("name", "host-0")
+    assert "host-1 does not resolve, host-2 is 192.0.2.7" in finding.what
+    assert finding.fix == "printf '10.0.0.2 host-1\\n10.0.0.3 host-2\\n' >> /etc/hosts"
 
 
 def test_hosts_of_one_name_are_told_apart_by_number() -> None:
@@ -331,8 +331,8 @@ def test_hosts_of_one_name_are_told_apart_by_number() -> None:
     hosts = [replace(each, host="node") for each in hosts]
     for pair in to(2, 3):
         sights[pair] = replace(sights[pair], why="timed out")
-    (found,) = bad(hosts, sights)
-    assert found.host == "node (host 2)"
+    (finding,) = bad(hosts, sights)
+    assert finding.host == "node (host 2)"
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
@@ -365,8 +365,8 @@ def made_links(slow: int | None, *, latency_s: float = 2e-4, bytes_per_s: float 
 @pytest.mark.parametrize("how", [{"latency_s": 0.05}, {"bytes_per_s": 1e7}])
 def test_the_host_that_is_slow_in_all_its_pairs_is_named(how: dict[str, float]) -> None:
     names = {number: f"host-{number}" for number in range(3)}
-    found = judge_timings(made_links(1, **how), names, {1: "eth7"})
-    (slow,) = [finding for finding in found if finding.state != "ok"]
+    findings = judge_timings(made_links(1, **how), names, {1: "eth7"})
+    (slow,) = [finding for finding in findings if finding.state != "ok"]
     assert (slow.check, slow.host, slow.fix) == ("gloo", "host-1", "tc -s qdisc show dev eth7")
     assert worst(judge_timings(made_links(None), names, {})) == "ok"
 

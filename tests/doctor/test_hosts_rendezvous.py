@@ -35,8 +35,8 @@ SRUN = dict(
 
 
 def test_a_place_among_hosts_is_read_from_torchruns_variables() -> None:
-    found = find_rendezvous(TORCHRUN)
-    assert found == Rendezvous(address="host-a", port=29500, hosts=2, keeps=False, leads=False, number=1)
+    finding = find_rendezvous(TORCHRUN)
+    assert finding == Rendezvous(address="host-a", port=29500, hosts=2, keeps=False, leads=False, number=1)
     first = find_rendezvous({**TORCHRUN, "RANK": "0", "GROUP_RANK": "0"})
     assert first is not None and first.keeps and first.leads
     agent = find_rendezvous({**TORCHRUN, "RANK": "0", "GROUP_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"})
@@ -46,16 +46,16 @@ def test_a_place_among_hosts_is_read_from_torchruns_variables() -> None:
 
 
 def test_a_place_among_hosts_is_read_from_sruns_variables() -> None:
-    found = find_rendezvous(SRUN)
-    assert found is not None and (found.hosts, found.number, found.names) == (2, 1, ("n1", "n2"))
-    assert found.address == "n1" and not found.leads and not found.spare
+    finding = find_rendezvous(SRUN)
+    assert finding is not None and (finding.hosts, finding.number, finding.names) == (2, 1, ("n1", "n2"))
+    assert finding.address == "n1" and not finding.leads and not finding.spare
     spare = find_rendezvous({**SRUN, "SLURM_PROCID": "3", "SLURM_LOCALID": "1"})
     assert spare is not None and spare.spare
 
 
 def test_a_place_among_hosts_set_by_hand_needs_no_more_than_rank_and_size() -> None:
-    found = find_rendezvous({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host-a"})
-    assert found == Rendezvous(address="host-a", port=29500, hosts=2, keeps=False, leads=False, number=1)
+    finding = find_rendezvous({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host-a"})
+    assert finding == Rendezvous(address="host-a", port=29500, hosts=2, keeps=False, leads=False, number=1)
 
 
 def test_ranks_of_one_host_have_no_other_hosts_to_check() -> None:
@@ -85,8 +85,8 @@ def test_what_to_type_to_check_again_is_a_whole_command_however_the_hosts_were_s
     assert by_hand.again == "on every host: drumline doctor --nnodes 2 --rdzv_endpoint 192.0.2.1:29400 --names a,b"
     torchrun, srun = find_rendezvous(TORCHRUN), find_rendezvous(SRUN)
     assert torchrun is not None and srun is not None
-    meeting = "--master_addr=host-a --master_port=29500"
-    assert torchrun.again == f"on every host: torchrun --nnodes=2 --node_rank=NUMBER {meeting} -m drumline doctor"
+    endpoint = "--master_addr=host-a --master_port=29500"
+    assert torchrun.again == f"on every host: torchrun --nnodes=2 --node_rank=NUMBER {endpoint} -m drumline doctor"
     assert srun.again == "srun drumline doctor"
 
 
@@ -100,19 +100,19 @@ def test_a_port_that_is_in_use_is_named_with_the_program() -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         report = check_hosts(rendezvous_at(f"127.0.0.1:{port}", hosts=2), say=print)
-    (found,) = report.findings
-    assert (found.check, found.state, report.tells) == (f"port {port}", "failed", True)
-    assert f"port {port} on {socket.gethostname()}" in found.what and "is in use" in found.what
-    assert found.fix == f"on every host: drumline doctor --nnodes 2 --rdzv_endpoint 127.0.0.1:{port + 1}"
+    (finding,) = report.findings
+    assert (finding.check, finding.state, report.tells) == (f"port {port}", "failed", True)
+    assert f"port {port} on {socket.gethostname()}" in finding.what and "is in use" in finding.what
+    assert finding.fix == f"on every host: drumline doctor --nnodes 2 --rdzv_endpoint 127.0.0.1:{port + 1}"
 
 
 def test_a_meeting_place_that_is_every_host_itself_is_told_with_an_address_for_all() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     rendezvous = Rendezvous(address="127.0.0.1", port=port, hosts=2, keeps=True, leads=True, number=0)
-    (found,) = check_hosts(rendezvous, say=print, patience_s=0.2).findings
-    assert (found.check, found.state, found.host) == ("name", "failed", socket.gethostname())
-    assert "every other host itself elsewhere" in found.what and found.fix.endswith(f"MASTER_PORT={port}")
+    (finding,) = check_hosts(rendezvous, say=print, patience_s=0.2).findings
+    assert (finding.check, finding.state, finding.host) == ("name", "failed", socket.gethostname())
+    assert "every other host itself elsewhere" in finding.what and finding.fix.endswith(f"MASTER_PORT={port}")
 
 
 def test_a_host_that_never_comes_is_named_by_its_number_or_by_slurms_name() -> None:
@@ -122,22 +122,22 @@ def test_a_host_that_never_comes_is_named_by_its_number_or_by_slurms_name() -> N
             port = probe.getsockname()[1]
         rendezvous = Rendezvous(address=own, port=port, hosts=2, keeps=True, leads=True, number=0, names=names)
         report = check_hosts(rendezvous, say=print, patience_s=0.2)
-        (found,) = report.findings
-        assert (found.check, found.host) == ("rendezvous", shown)
-        assert f"1 of 2 hosts joined at {own}:{port}" in found.what and f"missing: {shown}" in found.what
+        (finding,) = report.findings
+        assert (finding.check, finding.host) == ("rendezvous", shown)
+        assert f"1 of 2 hosts joined at {own}:{port}" in finding.what and f"missing: {shown}" in finding.what
 
 
 def test_hosts_that_are_too_many_or_too_late_are_told_the_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:
     store = HashStore()
-    monkeypatch.setattr("drumline.doctor.hosts.check.meet", lambda *_, **__: store)
+    monkeypatch.setattr("drumline.doctor.hosts.check.connect", lambda *_, **__: store)
     again = "on every host: drumline doctor --nnodes {} --rdzv_endpoint 192.0.2.1:29400"
     Messenger(store, "").post("roster", {"came": [0], "attendance": Finding("rendezvous", "failed", "").as_dict()})
     for what, fix in (
         ("joined after the others had stopped waiting", f"{again.format(2)} --patience 60"),
         ("joined as host 3 of 2", again.format(3)),
     ):
-        (found,) = check_hosts(rendezvous_at("192.0.2.1", hosts=2), say=print).findings
-        assert what in found.what and (found.host, found.fix) == (socket.gethostname(), fix)
+        (finding,) = check_hosts(rendezvous_at("192.0.2.1", hosts=2), say=print).findings
+        assert what in finding.what and (finding.host, finding.fix) == (socket.gethostname(), fix)
 
 
 def test_nccl_takes_the_interface_that_its_variable_allows() -> None:

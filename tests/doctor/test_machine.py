@@ -35,15 +35,15 @@ CPU = torch.device("cpu")
 
 
 def test_a_machine_in_a_line() -> None:
-    found = check_system(cores=8, allowed_cores=8, threads=None, memory_bytes=32 * GIB, limit_bytes=64 * GIB)
-    assert found.state == "ok" and "8 cores, 32.0 GiB of memory" in found.what
+    finding = check_system(cores=8, allowed_cores=8, threads=None, memory_bytes=32 * GIB, limit_bytes=64 * GIB)
+    assert finding.state == "ok" and "8 cores, 32.0 GiB of memory" in finding.what
 
 
 def test_a_container_with_fewer_cores_than_torch_would_start_threads_is_told_the_number() -> None:
     limits: dict[str, Any] = {"cores": 64, "allowed_cores": 2.5, "memory_bytes": 256 * GIB, "limit_bytes": 8 * GIB}
-    found = check_system(threads=None, **limits)
-    assert found.state == "warning" and found.fix == "export OMP_NUM_THREADS=2"
-    assert "2.5 of 64 cores" in found.what and "8.0 GiB of memory of the machine's 256" in found.what
+    finding = check_system(threads=None, **limits)
+    assert finding.state == "warning" and finding.fix == "export OMP_NUM_THREADS=2"
+    assert "2.5 of 64 cores" in finding.what and "8.0 GiB of memory of the machine's 256" in finding.what
     assert check_system(threads=2, **limits).state == "ok"
 
 
@@ -81,8 +81,8 @@ def test_a_torch_that_is_too_old_is_told_what_to_install() -> None:
 
 
 def test_no_compiler_is_a_warning_and_ends_only_a_run_that_compiles() -> None:
-    found = check_compiler(None, wanted=None)
-    assert found.state == "warning" and "g++" in found.fix
+    finding = check_compiler(None, wanted=None)
+    assert finding.state == "warning" and "g++" in finding.fix
     assert check_compiler(None, wanted=None, needed=True).state == "failed"
     assert check_compiler(None, wanted="icpx").fix == "unset CXX"
     assert check_compiler("/usr/bin/g++", "g++ 12", wanted=None).what == "g++ 12 for --compile"
@@ -90,8 +90,8 @@ def test_no_compiler_is_a_warning_and_ends_only_a_run_that_compiles() -> None:
 
 def test_little_shared_memory_is_told_how_to_get_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drumline.doctor.machine.in_container", lambda: True)
-    found = check_shared_memory(64 << 20, 64 << 20, needed_bytes=GIB)
-    assert found.state == "warning" and found.fix == "docker run --shm-size=8g ..." and "67.1MB" in found.what
+    finding = check_shared_memory(64 << 20, 64 << 20, needed_bytes=GIB)
+    assert finding.state == "warning" and finding.fix == "docker run --shm-size=8g ..." and "67.1MB" in finding.what
     monkeypatch.setattr("drumline.doctor.machine.in_container", lambda: False)
     assert check_shared_memory(None, 0, needed_bytes=GIB).fix.endswith("mount -o remount,size=8G /dev/shm")
     assert check_shared_memory(8 * GIB, 1000, needed_bytes=GIB).fix == "du -sh /dev/shm/*"
@@ -107,9 +107,11 @@ def test_the_disk_of_a_folder_that_is_not_there_yet_is_measured_and_nothing_is_l
 
 def test_a_folder_that_cannot_be_is_failed(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    found = check_disk(measure_disk(tmp_path / "file" / "run", speed=False))
+    finding = check_disk(measure_disk(tmp_path / "file" / "run", speed=False))
     assert (
-        found.state == "failed" and "Not a directory" in found.what and found.fix.startswith("drumline train --run_dir")
+        finding.state == "failed"
+        and "Not a directory" in finding.what
+        and finding.fix.startswith("drumline train --run_dir")
     )
 
 
@@ -123,8 +125,12 @@ def test_a_folder_that_cannot_be_is_failed(tmp_path: Path) -> None:
 )
 def test_a_disk_that_takes_nothing_is_told_what_to_type(error: OSError, fix: str) -> None:
     disk = Disk(folder=Path("/tmp/run"), existing=Path("/tmp"), error=error, roomier=Path("/data"))
-    found = check_disk(disk)
-    assert found.state == "failed" and found.what == f"/tmp/run is not writable ({error.strerror})" and fix in found.fix
+    finding = check_disk(disk)
+    assert (
+        finding.state == "failed"
+        and finding.what == f"/tmp/run is not writable ({error.strerror})"
+        and fix in finding.fix
+    )
 
 
 def test_a_folder_of_somebody_else_is_told_to_take_over_that_folder_and_none_above_it() -> None:
@@ -148,9 +154,11 @@ def test_paths_in_what_to_type_are_quoted(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_disk_that_is_full_slow_or_memory_is_a_warning() -> None:
     where: dict[str, Any] = {"folder": Path("/runs"), "existing": Path("/")}
     full = Disk(**where, free_bytes=10**6)
-    found = check_disk(full, needed_bytes=10**9, what_for="checkpoints take")
+    finding = check_disk(full, needed_bytes=10**9, what_for="checkpoints take")
     assert (
-        found.state == "warning" and "1.0MB free; checkpoints take 1.0GB" in found.what and found.fix.startswith("du ")
+        finding.state == "warning"
+        and "1.0MB free; checkpoints take 1.0GB" in finding.what
+        and finding.fix.startswith("du ")
     )
     slow = check_disk(Disk(**where, free_bytes=10**12, bytes_per_s=10e6, roomier=Path("/data")))
     assert slow.state == "warning" and "takes 150 s" in slow.what and "/data" in slow.fix
@@ -187,8 +195,8 @@ def test_each_part_of_what_to_type_against_a_clock_is_typed_as_root(monkeypatch:
 def test_network_interfaces_are_shown_with_addresses_and_mtu() -> None:
     eth = Interface("eth1", ("10.0.0.5", "fe80::1"), 9000, True, 25000)
     others = (Interface("docker0", ("172.17.0.1",), 1500, True), Interface("lo", ("127.0.0.1",), 65536, True))
-    (found,) = check_interfaces([eth, *others], name="a", own_address="10.0.0.5")
-    assert found.state == "ok" and found.what == "eth1 10.0.0.5, MTU 9000, 25 Gbit/s"
+    (finding,) = check_interfaces([eth, *others], name="a", own_address="10.0.0.5")
+    assert finding.state == "ok" and finding.what == "eth1 10.0.0.5, MTU 9000, 25 Gbit/s"
     (small,) = check_interfaces([Interface("eth1", ("10.0.0.5",), 576, True)], name="a", own_address=None)
     assert small.state == "warning" and small.fix.endswith("ip link set dev eth1 mtu 1500")
     (alone,) = check_interfaces(others, name="a", own_address="127.0.0.1")
@@ -197,8 +205,8 @@ def test_network_interfaces_are_shown_with_addresses_and_mtu() -> None:
 
 def test_a_host_name_that_stands_for_loopback_is_a_remark() -> None:
     for address in ("127.0.1.1", "::1"):
-        _, found = check_interfaces([Interface("eth1", ("10.0.0.5",), 1500, True)], name="a", own_address=address)
-        assert found.state == "ok" and address in found.what and "export GLOO_SOCKET_IFNAME=eth1" in found.what
+        _, finding = check_interfaces([Interface("eth1", ("10.0.0.5",), 1500, True)], name="a", own_address=address)
+        assert finding.state == "ok" and address in finding.what and "export GLOO_SOCKET_IFNAME=eth1" in finding.what
 
 
 def test_loopback_is_known_by_its_addresses_of_either_kind() -> None:
@@ -216,15 +224,15 @@ def test_infiniband_is_one_line_with_the_state_of_each_port(tmp_path: Path) -> N
         (tmp_path / name).mkdir(parents=True)
         for file, value in zip(("state", "link_layer", "rate"), values, strict=True):
             (tmp_path / name / file).write_text(value + "\n")
-    (found,) = check_infiniband(find_infiniband(tmp_path), several_hosts=True)
-    assert found.state == "ok" and found.check == "InfiniBand"
-    assert found.what == "mlx5_0, mlx5_1: InfiniBand active, 200 Gb/sec; mlx5_2:2: RoCE DOWN"
+    (finding,) = check_infiniband(find_infiniband(tmp_path), several_hosts=True)
+    assert finding.state == "ok" and finding.check == "InfiniBand"
+    assert finding.what == "mlx5_0, mlx5_1: InfiniBand active, 200 Gb/sec; mlx5_2:2: RoCE DOWN"
     assert check_infiniband(find_infiniband(tmp_path / "absent"), several_hosts=True) == []
 
 
 def test_infiniband_without_an_active_port_is_a_warning_between_hosts() -> None:
     ports = [InfiniBandPort("mlx5_0", 1, "INIT", "InfiniBand", "200 Gb/sec")]
-    (found,) = check_infiniband(ports, several_hosts=True)
-    assert found.state == "warning" and "mlx5_0: InfiniBand INIT" in found.what and found.fix == "rdma link"
+    (finding,) = check_infiniband(ports, several_hosts=True)
+    assert finding.state == "warning" and "mlx5_0: InfiniBand INIT" in finding.what and finding.fix == "rdma link"
     (alone,) = check_infiniband(ports, several_hosts=False)
     assert alone.state == "ok" and alone.what == "mlx5_0: InfiniBand INIT"

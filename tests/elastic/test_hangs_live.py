@@ -94,12 +94,11 @@ def test_each_way_to_stand_still_or_leave_is_named_and_the_run_goes_on_to_its_en
     waits = r"\nrank 0 \(process \d+\) waits in the sum of the gradients at step "
     rank_1 = r"rank 1 on \S+ \(process \d+\) "
     for report in (
-        r"was without progress for \d+ s in data at step \d+, in loop_for_ever \(work.py:\d+\); starting .*" + waits,
-        r"was without progress for \d+ s in compute at step \d+, in loop_for_ever \(work.py:\d+\); starting .*" + waits,
-        r"was without progress for \d+ s in exchange at step \d+, in loop_for_ever \(work.py:\d+\); starting .*"
-        + waits,
-        r"was frozen for \d+ s in data at step \d+, in at \(work.py:\d+\); starting .*" + waits,
-        r"was stopped \(SIGSTOP\) for \d+ s in compute at step \d+, in at \(work.py:\d+\); starting .*" + waits,
+        r"was without progress for \d+ s in data at step \d+, in loop_for_ever \(work.py:\d+\); restart.*" + waits,
+        r"was without progress for \d+ s in compute at step \d+, in loop_for_ever \(work.py:\d+\); restart.*" + waits,
+        r"was without progress for \d+ s in exchange at step \d+, in loop_for_ever \(work.py:\d+\); restart.*" + waits,
+        r"was frozen for \d+ s in data at step \d+, in at \(work.py:\d+\); restart.*" + waits,
+        r"was stopped \(SIGSTOP\) for \d+ s in compute at step \d+, in at \(work.py:\d+\); restart.*" + waits,
     ):
         assert re.search(rank_1 + report, told), f"{report}\n{told}"
     assert len(re.findall(rank_1 + r"exited with code 0 at step \d+ before the end of the run; rest", told)) == 2, told

@@ -123,7 +123,7 @@ def test_hosts_need_no_shared_disk_to_train_or_to_go_on(
     all_finish(one_each(hosts, disks, "--run_dir", "run"))
     again = one_each(hosts, disks, "--run_dir", "run", *more)
     all_finish(again)
-    assert "going on from run/checkpoints/step-00000006" in again[0].said
+    assert "resuming from run/checkpoints/step-00000006" in again[0].said
     assert {path.name for path in disks[1].iterdir()} == {"text", "data"}
     assert train(*STEP, "--run_dir", "alone") == 0 and train(*STEP, "--run_dir", "alone", *more) == 0
     assert losses(disks[0] / "run") == pytest.approx(losses(tmp_path / "alone"), abs=1e-5)
@@ -149,4 +149,4 @@ def test_a_rendezvous_port_that_is_in_use_is_named(hosts: Hosts, text: Path) -> 
     first = by_variables(hosts[0], start, rank=0, cwd=text.parent)
     assert first.ended(within_s=LIMIT_S) == 1, first.said
     assert f"error: the rendezvous port {PORT} of rank 0 on host-a is in use" in first.said
-    assert "fix: choose a free one: the same MASTER_PORT" in first.said and "Traceback" not in first.said
+    assert "fix: choose a free port: the same MASTER_PORT" in first.said and "Traceback" not in first.said

@@ -214,7 +214,7 @@ def test_a_master_port_in_use_is_replaced_on_one_machine() -> None:
 
 
 def test_variables_that_are_not_numbers_are_named() -> None:
-    with pytest.raises(ConfigError, match="the variable WORLD_SIZE is 'two'"):
+    with pytest.raises(ConfigError, match="the environment variable WORLD_SIZE is 'two'"):
         find_place({"RANK": "0", "WORLD_SIZE": "two"})
 
 

@@ -51,7 +51,7 @@ def test_a_second_process_on_a_run_folder_is_refused_and_told_who_holds_it(tmp_p
         with pytest.raises(ConfigError) as refused, folder.hold(wait_s=0.1):
             pass
         assert refused.value.problem == (
-            f"{folder.path} is in use: process {process.pid} on {socket.gethostname()} trains there"
+            f"{folder.path} is in use: process {process.pid} on {socket.gethostname()} is training there"
         )
         assert "--run_dir" in refused.value.fix
 
@@ -89,7 +89,7 @@ def test_a_file_system_without_locks_is_trained_on_all_the_same(
 
 def test_a_run_folder_that_cannot_be_made_is_answered_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot be written") as refused, RunFolder(tmp_path / "file/run").hold():
+    with pytest.raises(ConfigError, match="is not writable") as refused, RunFolder(tmp_path / "file/run").hold():
         pass
     assert "--run_dir" in refused.value.fix
 

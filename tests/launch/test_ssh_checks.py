@@ -26,7 +26,7 @@ from drumline.errors import (
 from drumline.launch import ssh_sessions
 from drumline.launch.hosts_file import RemoteHost
 from drumline.launch.ssh import launch, outcome
-from drumline.launch.ssh_checks import compare_versions, look, meeting_addresses
+from drumline.launch.ssh_checks import compare_versions, look, rendezvous_addresses
 from drumline.launch.ssh_plan import Plan
 from drumline.launch.ssh_sessions import Session, follow
 from drumline.network.endpoint import Endpoint
@@ -101,7 +101,7 @@ def test_a_name_that_one_host_knows_is_told_to_the_others_with_its_address(tmp_p
         (["127.0.1.1"], "resolves to the host itself", "--rdzv_endpoint 10.0.0.7:29400"),
     ):
         sessions = [answering(there, 0, answers), answering(there, 1, {**answers, "meeting_addresses": known})]
-        (found,) = look(sessions[1], replace(there, command=["doctor"]), meeting_addresses(sessions))
+        (found,) = look(sessions[1], replace(there, command=["doctor"]), rendezvous_addresses(sessions))
         assert found.host == "right" and problem in found.what and fix in found.fix
 
 

@@ -90,5 +90,5 @@ def test_a_mistake_of_one_rank_stops_all_and_is_told_once_with_whose_it_is(here:
     broken = small("--train_data_path", "nowhere.txt", "--run_dir", "run")
     outcomes = run_ranks(_command, [(["train", *FLAGS],), (["train", *broken],)])
     assert [outcome.code for outcome in outcomes] == [1, 1]
-    assert f"error: rank 1 on {socket.gethostname()}: there is no nowhere.txt" in outcomes[0].err
+    assert f"error: rank 1 on {socket.gethostname()}: nowhere.txt does not exist" in outcomes[0].err
     assert outcomes[1].err == ""

@@ -33,7 +33,7 @@ def rows(ranks: int) -> st.SearchStrategy[list[list[float]]]:
     return st.lists(st.lists(NOISE, min_size=ranks, max_size=ranks), min_size=WINDOW, max_size=WINDOW)
 
 
-def found(works_s: list[list[float]], micro_batches: list[int] | None = None, known: tuple[int, ...] = ()) -> Any:
+def stragglers(works_s: list[list[float]], micro_batches: list[int] | None = None, known: tuple[int, ...] = ()) -> Any:
     counts = micro_batches or [1] * len(works_s[0])
     return find_stragglers(works_s, [max(row) for row in works_s], micro_batches=counts, known=known)
 
@@ -41,7 +41,7 @@ def found(works_s: list[list[float]], micro_batches: list[int] | None = None, kn
 @settings(max_examples=25, deadline=None)
 @given(st.integers(2, 6).flatmap(rows))
 def test_ranks_that_are_alike_are_never_named(works_s: list[list[float]]) -> None:
-    assert found(works_s) == {}
+    assert stragglers(works_s) == {}
 
 
 @settings(max_examples=25, deadline=None)
@@ -50,13 +50,13 @@ def test_a_rank_half_as_fast_again_is_always_the_one_that_is_named(works_s: list
     slow = number % len(works_s[0])
     for row in works_s:
         row[slow] *= 1.5
-    assert list(found(works_s)) == [slow]
+    assert list(stragglers(works_s)) == [slow]
 
 
 def test_what_is_lost_is_how_long_the_median_rank_waits_for_it() -> None:
-    (two,) = found([[1.0, 1.5]] * WINDOW).values()
+    (two,) = stragglers([[1.0, 1.5]] * WINDOW).values()
     assert (two.times_median, two.lost_share) == (1.5, pytest.approx(1 / 3))
-    both = found([[1.0, 2.0, 1.0, 1.9]] * WINDOW)  # as the two ranks of one host
+    both = stragglers([[1.0, 2.0, 1.0, 1.9]] * WINDOW)  # as the two ranks of one host
     assert [(rank, each.lost_share) for rank, each in both.items()] == [
         (1, pytest.approx(0.5)),
         (3, pytest.approx(0.45)),
@@ -64,19 +64,19 @@ def test_what_is_lost_is_how_long_the_median_rank_waits_for_it() -> None:
 
 
 def test_a_rank_that_has_more_micro_batches_is_not_blamed_for_it() -> None:
-    assert found([[3.0, 2.0, 2.0]] * WINDOW, [3, 2, 2]) == {}
-    assert list(found([[3.0, 2.0, 4.0]] * WINDOW, [3, 2, 2])) == [2]
-    assert found([[3.0, 2.0, 2.6]] * WINDOW, [3, 2, 2]) == {}  # slow, but nobody waits for it
+    assert stragglers([[3.0, 2.0, 2.0]] * WINDOW, [3, 2, 2]) == {}
+    assert list(stragglers([[3.0, 2.0, 4.0]] * WINDOW, [3, 2, 2])) == [2]
+    assert stragglers([[3.0, 2.0, 2.6]] * WINDOW, [3, 2, 2]) == {}  # slow, but nobody waits for it
 
 
 def test_a_rank_that_is_slow_now_and_then_is_no_straggler() -> None:
-    assert found([[1.0, 1.0, 9.0], *[[1.0, 1.0, 1.0]] * 2] * (WINDOW // 3)) == {}
+    assert stragglers([[1.0, 1.0, 9.0], *[[1.0, 1.0, 1.0]] * 2] * (WINDOW // 3)) == {}
 
 
 def test_one_that_was_named_stays_one_until_it_is_clearly_better() -> None:
-    assert found([[1.0, 1.12]] * WINDOW) == {}
-    assert list(found([[1.0, 1.12]] * WINDOW, known=(1,))) == [1]
-    assert found([[1.0, 1.08]] * WINDOW, known=(1,)) == {}
+    assert stragglers([[1.0, 1.12]] * WINDOW) == {}
+    assert list(stragglers([[1.0, 1.12]] * WINDOW, known=(1,))) == [1]
+    assert stragglers([[1.0, 1.08]] * WINDOW, known=(1,)) == {}
 
 
 def a_pace(told: list[dict[str, Any]]) -> Pace:
@@ -112,7 +112,7 @@ def test_a_straggler_is_told_once_again_when_it_changes_and_when_it_is_over() ->
         "host": "host-b",
     }
     assert named["times_median"] == 1.3 and named["lost_share"] == pytest.approx(0.3 / 1.3, abs=0.01)
-    assert named["message"].startswith("warning: rank 2 on host-b is slow") and "23%" in named["message"]
+    assert named["message"].startswith("warning: rank 2 on host-b is a straggler") and "23%" in named["message"]
     assert train(1.0, 1.0, 1.35) == []
     assert [each["times_median"] for each in train(1.0, 1.0, 4.0)] == [4.0]
     assert [(each["event"], each["rank"]) for each in train(1.0, 1.0, 1.0)] == [("straggler over", 2)]

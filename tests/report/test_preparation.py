@@ -64,9 +64,9 @@ def test_learning_shows_how_much_was_counted_and_when_pairs_are_merged(
     )
     assert capsys.readouterr().out.splitlines() == [
         "reading text 0.0 of 32.0 MB, 0%",
-        "learning a vocabulary 0.0 of 32.0 MB, 0%",
-        "learning a vocabulary 8.0 of 32.0 MB, 25%, 1.3 MB/s of text, 18s left",
-        "learning a vocabulary: merging pairs, 32.0 MB of text",
+        "training the tokenizer 0.0 of 32.0 MB, 0%",
+        "training the tokenizer 8.0 of 32.0 MB, 25%, 1.3 MB/s of text, 18s left",
+        "training the tokenizer: merging pairs, 32.0 MB of text",
     ]
 
 

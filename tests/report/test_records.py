@@ -118,8 +118,8 @@ def test_a_full_disk_ends_no_run_and_once_it_has_room_every_record_is_there_once
     assert [record["step"] for record in read_metrics(folder.metrics)] == [*range(1, 121)]
     assert folder.log.read_text() == said
     for name in (str(folder.metrics), str(folder.log), "status.json"):
-        assert said.count(f"warning: {name} cannot be written (No space left on device)") == 2, said
-        assert said.count(f"{name} can be written again") == 2, said
+        assert said.count(f"warning: cannot write to {name} (No space left on device)") == 2, said
+        assert said.count(f"{name} is writable again") == 2, said
     assert {path.name for path in small_disk.iterdir()} == {"metrics.jsonl", "train.log", "status.json"}
     assert folder.read_status()["step"] == 120
 
@@ -135,7 +135,7 @@ def test_records_a_full_disk_never_took_are_counted_at_the_end(
         records.write({"step": step, "loss": 1.0})
     records.close()
     said = capsys.readouterr().out
-    assert f"{folder.metrics} lacks 3 lines that the disk did not take" in said
+    assert f"{folder.metrics} lacks 3 lines that could not be written" in said
     assert f"warning: {folder.log} lacks" in said
 
 
@@ -151,7 +151,7 @@ def test_tensorboard_on_a_full_disk_ends_no_run(small_disk: Path, capsys: pytest
     records.close()
     for thread in set(threading.enumerate()) - set(before):
         thread.join(10)  # or it may die while another test runs
-    assert capsys.readouterr().out.count("warning: TensorBoardSink failed and gets no more records") == 1
+    assert capsys.readouterr().out.count("warning: TensorBoardSink failed and is disabled") == 1
 
 
 def test_lines_that_wait_are_bounded_and_the_oldest_go_first(tmp_path: Path) -> None:
@@ -183,10 +183,10 @@ records.close()
     done = subprocess.run([sys.executable, "-c", code], check=False, cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()] == [*range(1, 41)]
-    assert done.stdout.count("warning: metrics.jsonl cannot be written (File too large)") == 1
+    assert done.stdout.count("warning: cannot write to metrics.jsonl (File too large)") == 1
     log = (tmp_path / "train.log").read_text()
     assert [step for step in range(1, 41) if f"step {step:>2}/0 |" not in log] == []
-    assert "train.log can be written again" in log
+    assert "train.log is writable again" in log
 
 
 @pytest.mark.parametrize("console", ["a reader that has gone", "a full device", "a closed stdout"])
@@ -216,7 +216,7 @@ def test_a_console_that_takes_no_more_ends_no_run_and_is_told_elsewhere(tmp_path
     finally:
         os.close(writer)
         os.close(full)
-    warning = "warning: the console cannot be written"
+    warning = "warning: cannot write to the console"
     assert done.returncode == 0 and done.stderr.count("\n") == 1 and done.stderr.startswith(warning), done.stderr
     assert (tmp_path / "train.log").read_text().count(warning) == 1
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2000
@@ -243,7 +243,7 @@ def test_a_terminal_that_closes_ends_no_run(tmp_path: Path) -> None:
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait() == 0
-    assert "warning: the console cannot be written" in (tmp_path / "train.log").read_text()
+    assert "warning: cannot write to the console" in (tmp_path / "train.log").read_text()
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 9
 
 
@@ -263,7 +263,7 @@ def test_a_sink_that_fails_is_dropped_with_a_warning_and_the_others_go_on(
         records.write({"step": 2, "loss": 1.0})
     records.close()
     said = capsys.readouterr().out
-    assert said.count("warning: Broken failed and gets no more records (ConnectionError: tracker is down)") == 1
+    assert said.count("warning: Broken failed and is disabled (ConnectionError: tracker is down)") == 1
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert (tmp_path / "train.log").read_text() == said
 

@@ -51,8 +51,8 @@ def test_a_passing_fault_on_one_rank_is_computed_again_and_changes_nothing(here:
     (event,) = events("run", "not finite")
     assert event["step"] == 3 and event["where"] == f"on rank 1 ({HOST})" and event["documents"].count("sample") == 6
     assert [event["step"] for event in events("run", "computed again")] == [3]
-    assert f"step 3: loss nan, gradient norm nan: not finite on rank 1 ({HOST})" in outcomes[0].out
-    assert "a passing fault of the hardware" in outcomes[0].out and outcomes[1].out == ""
+    assert f"step 3: loss nan, gradient norm nan: NaN or Inf on rank 1 ({HOST})" in outcomes[0].out
+    assert "a transient hardware fault" in outcomes[0].out and outcomes[1].out == ""
     assert RunFolder(Path("run")).read_status()["skipped_steps"] == 0
 
 
@@ -102,7 +102,7 @@ def test_a_run_that_stays_bad_gives_up_at_its_limit_and_names_documents(
     poison = dict.fromkeys(range(SAMPLES), math.nan)
     with pytest.raises(TrainingError, match=rf"{says}; its documents: sample \d+, .* and 4 more") as raised:
         fit("run", poison=poison, **settings)
-    assert raised.value.exit_code == EXIT_FAILED and "take those documents out" in raised.value.fix
+    assert raised.value.exit_code == EXIT_FAILED and "remove those documents" in raised.value.fix
     status = RunFolder(Path("run")).read_status()
     assert status["state"] == "failed" and says in status["cause"]
 
@@ -133,7 +133,7 @@ def test_a_rollback_leaves_out_the_data_since_the_checkpoint_and_ends_the_same_o
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(History, "data_step", lambda self, step: step + 2 * (step >= 2))
         assert left_out.fit(total_steps=7).weights_sha256 == outcomes[0][0].value
-    assert "went back from step 4 to 2; the data of 2 steps are left out" in outcomes[0][0].out
+    assert "rolled back from step 4 to 2; the data of 2 steps are skipped" in outcomes[0][0].out
 
 
 @pytest.mark.parametrize("stop", [3, 6])

@@ -37,7 +37,7 @@ def test_one_command_goes_from_text_to_a_model_that_writes(
     assert train("--total_steps", "150", "--lr", "0.01", "--log_every", "1") == 0
     said = capsys.readouterr().out
     run = Path("runs/modern-tiny")
-    assert "bits/byte" in said and "what the model writes now" in said
+    assert "bits/byte" in said and "sample:" in said
     assert f"drumline sample {run}" in said and f"drumline evaluate {run}" in said and sha256(run) in said
     for name in ("config.toml", "metrics.jsonl", "train.log", "tokenizer.json", "status.json", "loss.png"):
         assert (run / name).stat().st_size > 0
@@ -136,7 +136,7 @@ def test_peers_token_files_train_as_they_are(train: Train, capsys: pytest.Captur
     header[:3] = 20240520, 1, len(tokens)
     Path("llmc.bin").write_bytes(header.tobytes() + tokens.tobytes())
     assert train("--train_data_path", "train.bin", "--valid_data_path", "val.bin", "--run_dir", "nano") == 0
-    assert "held-out loss" in capsys.readouterr().out
+    assert "validation loss" in capsys.readouterr().out
     assert train("--train_data_path", "llmc.bin", "--run_dir", "llmc") == 0
     assert sha256(Path("nano")) == sha256(Path("llmc"))
     assert train("--train_data_path", "train.bin", "--vocab_size", "100") == 1
@@ -251,7 +251,7 @@ def test_short_contexts_come_first_and_a_context_that_cannot_be_divided_is_refus
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("--short_contexts", "0.5", "--run_dir", "run") == 0
-    assert "; the first 3 in contexts of 4" in capsys.readouterr().out
+    assert "; the first 3 with a context of 4" in capsys.readouterr().out
     assert train("--short_contexts", "0", "--run_dir", "other") == 0
     assert sha256(Path("run")) != sha256(Path("other"))
     assert train("--short_contexts", "0.5", "--context", "14", "--run_dir", "odd") == 1
@@ -259,7 +259,7 @@ def test_short_contexts_come_first_and_a_context_that_cannot_be_divided_is_refus
 
 
 def test_a_rate_for_adamw_given_to_muon_is_pointed_out(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    hint = "rates near 0.035 suit Muon, and --recipe classic uses AdamW"
+    hint = "values near 0.035 suit Muon, and --recipe classic uses AdamW"
     for flags, pointed_out in (((), False), (("--lr", "1e-3"), True), (("--lr", "1e-3", "--recipe", "classic"), False)):
         assert train(*flags, "--run_dir", " ".join(("run", *flags))) == 0
         assert (hint in capsys.readouterr().out) is pointed_out

@@ -58,9 +58,9 @@ def train_flipped(size: int, rank: int, *flags: str) -> list[Outcome]:
 @pytest.mark.parametrize(
     ("size", "rank", "every", "noticed", "names"),
     [
-        (3, 1, "1", 3, f"rank 1 on {HOST} has other weights than the 2 other ranks"),
-        (3, 0, "9", 4, f"rank 0 on {HOST} has other weights than the 2 other ranks"),
-        (2, 1, "9", 4, f"the replicas (rank 0 on {HOST}, rank 1 on {HOST}) no longer have the same weights"),
+        (3, 1, "1", 3, f"rank 1 on {HOST} has different weights than the 2 other ranks"),
+        (3, 0, "9", 4, f"rank 0 on {HOST} has different weights than the 2 other ranks"),
+        (2, 1, "9", 4, f"the weights of the replicas (rank 0 on {HOST}, rank 1 on {HOST}) differ"),
     ],
 )
 def test_one_flipped_bit_on_one_rank_is_noticed_and_named_before_it_gets_into_a_checkpoint(

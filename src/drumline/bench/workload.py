@@ -113,7 +113,7 @@ def _made_up_batches(config: TrainConfig, plan: BatchPlan) -> TokenBatches:
     assert config.data.vocab_size and config.model.context
     draw = np.random.default_rng(config.run.seed)
     drawn = draw.integers(config.data.vocab_size, size=max(_TOKENS, config.model.context) + 1, dtype=np.uint32)
-    tokens = TokenFile(path=Path("made-up.bin"), tokens=drawn)
+    tokens = TokenFile(path=Path("random.bin"), tokens=drawn)
     return TokenBatches(tokens, plan, context=config.model.context, seed=config.run.seed)
 
 

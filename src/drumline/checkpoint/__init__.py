@@ -1,9 +1,9 @@
 """A run's state <-> disk and memory.
 
-checkpoints: the format on disk, written whole and verified. storage: its tensors as safetensors files. state: which
-tensors a run has. saver: saves while training goes on (parts: by several ranks; trouble: when a disk refuses;
-snapshots: in memory; retention: what is kept). resuming: whether there is something to go on from; restoring: how.
-export: a checkpoint as one .pt file. commands: what `drumline checkpoint` does.
+checkpoints: the format on disk, atomic and verified. storage: its tensors as safetensors files. state: the tensors of
+a run. saver: saves in the background (parts: by several ranks; trouble: when a disk fails; snapshots: in memory;
+retention: which are kept). resuming: whether there is something to resume from; restoring: how. export: a checkpoint
+as one .pt file. commands: what `drumline checkpoint` does.
 """
 
 from typing import TYPE_CHECKING

@@ -1,12 +1,12 @@
-"""Checkpoints: complete or not there at all, verified before anything is read in, and without pickle.
+"""Checkpoints: atomic, verified before they are loaded, and without pickle.
 
     step-00005000/
-      model-00001-of-00002.safetensors       weights, divided over the ranks that write (storage.py)
+      model-00001-of-00002.safetensors       weights, split over the ranks that write (storage.py)
       optimizer-00001-of-00002.safetensors   optimizer state
-      run.json                               step and the little that is not a tensor
+      run.json                               step and everything that is not a tensor
       manifest.json                          size and sha256 of every file above, versions, and its own sha256
 
-A checkpoint is written aside, flushed, hashed and renamed. Writing while training goes on is saver.py's business.
+A checkpoint is written to a temporary folder, flushed, hashed and renamed. Background writing is up to saver.py.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from drumline.files import CHECKPOINT_PREFIX, RunFolder, file_sha256, flush
 RUN, MANIFEST = "run.json", "manifest.json"
 FORMAT = 2
 _FILE_NAME = re.compile(rf"(?:model|optimizer)-\d+-of-\d+{re.escape(SUFFIX)}|{re.escape(RUN)}")
-"""Every file a manifest may name. None of them can leave its folder."""
+"""Every file that a manifest may list. None of them can be outside its folder."""
 _NOT_JSON_OF_OURS = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class OtherFormatError(CheckpointError):
-    """A checkpoint that is whole, but not for this version: never set aside, whoever wrote it can read it."""
+    """A valid checkpoint of another format version: never renamed, since the version that wrote it can read it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """What a run needs to go on, beside its tensors."""
+    """What a run needs to resume, besides its tensors."""
 
     step: int
     facts: dict[str, Any]
-    """What must be the same for the run to go on as the same run."""
+    """What must not change when the run is resumed."""
     scaler: dict[str, Any] = field(default_factory=dict)
-    """float16's loss scaler; {} for other formats."""
+    """float16's loss scaler; {} for other dtypes."""
     optimizer: dict[str, Any] = field(default_factory=dict)
-    """What of the optimizer's state is not a tensor, by "kind/parameter"."""
+    """Optimizer state that is not a tensor, by "kind/parameter"."""
     detours: list[list[int]] = field(default_factory=list)
-    """[step, number of steps whose data are left out from there on]: what rollbacks have skipped."""
+    """[step, number of steps whose data are skipped from there on]: from rollbacks."""
     losses: list[float] = field(default_factory=list)
-    """Of the last steps, where a leap of the loss is watched for."""
+    """Losses of recent steps, if spikes are detected."""
     valid_loss: float | None = None
-    """Held-out loss of these weights, if it was computed at this step."""
+    """Validation loss of these weights, if it was computed at this step."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Checkpoint:
     path: Path
     state: RunState
     tensors: dict[str, Tensor] | None = None
-    """Of a single file, which is read whole; None: they are read from the folder when they are loaded."""
+    """Tensors of a single file, which is read as a whole; None: loaded later from the folder."""
 
     @property
     def step(self) -> int:
@@ -78,7 +78,7 @@ def commit(
     about: dict[str, Any],
     reached: Callable[[str], None] = lambda point: None,
 ) -> Checkpoint:
-    """Make the files that lie in `aside` a checkpoint, read again and verified, in one rename."""
+    """Turn the files in `aside` into a checkpoint, read back and verified, with one rename."""
     text = (json.dumps({"format": FORMAT, **asdict(state)}, indent=2) + "\n").encode()
     (aside / RUN).write_bytes(text)
     files = {**files, RUN: {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}}
@@ -90,7 +90,7 @@ def commit(
         flush(path)
     verified = open_checkpoint(aside)
     reached("before the rename")
-    if final.exists():  # a run that went back to an earlier step passes here again
+    if final.exists():  # a run that rolled back gets here again
         from drumline.checkpoint.newest import set_aside
 
         set_aside(final, "superseded")
@@ -101,7 +101,7 @@ def commit(
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Verify every file of a checkpoint against its manifest; CheckpointError names what is wrong."""
+    """Verify every file of a checkpoint against its manifest; CheckpointError says what is wrong."""
     try:
         text = (path / MANIFEST).read_text(encoding="utf-8")
         manifest = json.loads(text)
@@ -113,15 +113,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise _damaged(path, f"its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
     if version != FORMAT and seal in (None, _seal(manifest)):
         raise OtherFormatError(
-            f"{path} has format {version}, this drumline reads {FORMAT}", fix="use the drumline that wrote it"
+            f"{path} has format {version}, this drumline reads {FORMAT}", fix="use the drumline version that wrote it"
         )
     if text != _sealed(manifest) or (path / MANIFEST).is_symlink():
-        raise _damaged(path, f"{MANIFEST} does not have the hash it gives for itself")
+        raise _damaged(path, f"{MANIFEST} does not match its own hash")
     if path.name.removeprefix(CHECKPOINT_PREFIX).isdecimal() and path.name != RunFolder.checkpoint_name(step):
         raise _damaged(path, f"it is of step {step}, not of the step in its name")
     try:
         _check_files(path, files)
-    except OSError as error:  # a disk that has gone bad
+    except OSError as error:  # a failing disk
         raise _damaged(path, f"it cannot be read ({error})") from None
     state = _read_state(path)
     if state.step != step:
@@ -131,31 +131,31 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def _check_files(path: Path, files: dict[str, tuple[int, str]]) -> None:
     if RUN not in files:
-        raise _damaged(path, f"its {MANIFEST} does not name {RUN}")
+        raise _damaged(path, f"its {MANIFEST} does not list {RUN}")
     for name, (size, sha256) in files.items():
         file = path / name
         if not _FILE_NAME.fullmatch(name):
-            raise _damaged(path, f"its {MANIFEST} names {name!r}, which no checkpoint has")
+            raise _damaged(path, f"its {MANIFEST} lists {name!r}, which is not a file of a checkpoint")
         if file.is_symlink() or not file.is_file():
             raise _damaged(path, f"{name} is missing")
         if file.stat().st_size != size:
             raise _damaged(path, f"{name} has {file.stat().st_size} bytes, not {size}")
         if file_sha256(file) != sha256:
-            raise _damaged(path, f"{name} does not have the hash its manifest gives")
+            raise _damaged(path, f"{name} does not match its hash in the manifest")
     unknown = sorted(file.name for file in path.glob(f"*{SUFFIX}") if file.name not in files)
     if unknown:
-        raise _damaged(path, f"it holds {unknown[0]}, which its {MANIFEST} does not name")
+        raise _damaged(path, f"it contains {unknown[0]}, which its {MANIFEST} does not list")
 
 
 def _read_state(path: Path) -> RunState:
-    """run.json, with nothing in it but what a RunState has."""
+    """run.json, with exactly the fields of a RunState."""
     try:
         run = json.loads((path / RUN).read_text(encoding="utf-8"))
         if run.pop("format") != FORMAT:
-            raise ValueError("of another format")
+            raise ValueError("another format")
         state = RunState(**run)
         if not isinstance(state.step, int) or not all(isinstance(v, dict) for v in (state.facts, state.optimizer)):
-            raise TypeError("of other types")
+            raise TypeError("wrong types")
         return state
     except _NOT_JSON_OF_OURS as error:
         raise _damaged(path, f"its {RUN} cannot be read ({type(error).__name__}: {error})") from None
@@ -166,7 +166,7 @@ def _seal(manifest: dict[str, Any]) -> str:
 
 
 def _sealed(manifest: dict[str, Any]) -> str:
-    """The very text of a manifest.json: not a byte of it may be another."""
+    """The exact text of a manifest.json."""
     return json.dumps({**manifest, "sha256": _seal(manifest)}, indent=2) + "\n"
 
 

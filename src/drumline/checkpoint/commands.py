@@ -1,4 +1,4 @@
-"""What `drumline checkpoint` does with a run's checkpoints: list, verify, export and prune them. It prints nothing."""
+"""What `drumline checkpoint` does with a run's checkpoints: list, verify, export and prune. Prints nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOLD_WAIT_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """One line of the list."""
+    """One row of the list."""
 
     step: int
     saved: float
@@ -32,11 +32,11 @@ class Listed:
 
 
 def list_checkpoints(run: Path) -> list[Listed]:
-    """All there is of a run to go on from: on disk oldest first, what was set aside, and in this host's memory."""
+    """All checkpoints of a run: on disk oldest first, renamed ones, and in this host's memory."""
     folder = _run_folder(run)
     paths = checkpoint_paths(folder.checkpoints)
     kept = reasons(paths, run_retention(folder))
-    rows = [_listed(path, ", ".join(kept[path]) or "goes with the next save") for path in paths]
+    rows = [_listed(path, ", ".join(kept[path]) or "deleted at the next save") for path in paths]
     rows += [_listed(path, f"not used: {path.suffix[1:]}") for path in _set_aside(folder)]
     rows += [_listed(path, "in memory") for path in checkpoint_paths(Snapshots.of(folder).folder)]
     if not rows:
@@ -45,7 +45,7 @@ def list_checkpoints(run: Path) -> list[Listed]:
 
 
 def verify_checkpoints(run: Path, *, step: int | None) -> Iterator[tuple[Path, str | None]]:
-    """Each checkpoint (or the one of a step), newest first, with what is wrong with it; None: it is whole."""
+    """Each checkpoint (or the one of a step), newest first, with what is wrong with it; None: it is valid."""
     folder = _run_folder(run)
     for path in reversed(_chosen(folder, step)):
         try:
@@ -57,16 +57,16 @@ def verify_checkpoints(run: Path, *, step: int | None) -> Iterator[tuple[Path, s
 
 
 def export_checkpoint(run: Path, *, step: int | None, out: Path | None, force: bool) -> tuple[Checkpoint, Path]:
-    """Write the newest valid checkpoint (or the one of a step) as a single file; gives both."""
+    """Write the newest valid checkpoint (or the one of a step) as a single file; returns both."""
     folder = _run_folder(run)
     chosen = _newest_whole(folder)[0] if step is None else open_checkpoint(_chosen(folder, step)[0])
     file = out or folder.checkpoints / single_file_name(chosen.step)
     if file.exists() and not force:
-        raise ConfigError(f"{file} is there already", fix="add --force to replace it, or choose another --out")
+        raise ConfigError(f"{file} already exists", fix="add --force to overwrite it, or choose another --out")
     try:
         write_single_file(chosen, file)
-    except (OSError, RuntimeError) as error:  # torch's writer makes the one of the other
-        raise ConfigError(f"{file} cannot be written ({error})", fix="choose another place: --out FILE") from None
+    except (OSError, RuntimeError) as error:  # torch's writer turns one into the other
+        raise ConfigError(f"{file} is not writable ({error})", fix="choose another file: --out FILE") from None
     return chosen, file
 
 
@@ -81,7 +81,7 @@ class Pruned:
 def prune_checkpoints(
     run: Path, *, keep: int | None, keep_every: int | None, keep_best: bool | None, dry_run: bool
 ) -> Pruned:
-    """Delete what the run's retention (or these settings) does not keep, and all that no run will use again."""
+    """Delete what the run's retention (or these settings) does not keep, and what no run will use again."""
     folder = _run_folder(run)
     own = run_retention(folder)
     for name, value in (("keep", keep), ("keep_every", keep_every)):
@@ -104,7 +104,7 @@ def prune_checkpoints(
 
 
 def run_retention(folder: RunFolder) -> Retention:
-    """What the run itself keeps; a run without a config.toml keeps what is usual."""
+    """The run's own retention; the default without a config.toml."""
     config = stored_config(folder)
     if config is None:
         return Retention()
@@ -114,7 +114,7 @@ def run_retention(folder: RunFolder) -> Retention:
 def _run_folder(run: Path) -> RunFolder:
     folder = RunFolder(run)
     if not folder.config.exists() and not folder.checkpoints.is_dir():
-        raise CheckpointError(f"{run} is not a run", fix="name a run's folder; `drumline runs` lists those here")
+        raise CheckpointError(f"{run} is not a run", fix="give a run folder; `drumline runs` lists them")
     return folder
 
 
@@ -134,7 +134,7 @@ def _chosen(folder: RunFolder, step: int | None) -> list[Path]:
 
 
 def _newest_whole(folder: RunFolder) -> tuple[Checkpoint, dict[Path, str]]:
-    """The newest checkpoint that verifies, and what is wrong with those after it; nothing is set aside."""
+    """The newest valid checkpoint, and what is wrong with those after it; nothing is renamed."""
     damaged: dict[Path, str] = {}
     for path in reversed(_chosen(folder, None)):
         try:
@@ -144,16 +144,14 @@ def _newest_whole(folder: RunFolder) -> tuple[Checkpoint, dict[Path, str]]:
         except CheckpointError as error:
             damaged[path] = error.problem
     raise CheckpointError(
-        f"none of the {len(damaged)} checkpoints of {folder.path} is whole",
+        f"none of the {len(damaged)} checkpoints of {folder.path} is valid",
         fix="see what is wrong with each: drumline checkpoint verify " + str(folder.path),
         details=list(damaged.values()),
     )
 
 
 def _none_yet(folder: RunFolder) -> CheckpointError:
-    return CheckpointError(
-        f"the run {folder.path} has no checkpoints", fix="let it train until its first save (--save_every)"
-    )
+    return CheckpointError(f"the run {folder.path} has no checkpoints", fix="train until its first save (--save_every)")
 
 
 def _set_aside(folder: RunFolder) -> list[Path]:
@@ -183,5 +181,5 @@ def _delete(paths: Sequence[Path]) -> None:
                 path.unlink()
         except OSError as error:
             raise ConfigError(
-                f"{path} cannot be deleted ({error.strerror})", fix="mend its permissions, or remount the disk writable"
+                f"{path} cannot be deleted ({error.strerror})", fix="fix its permissions, or remount the disk writable"
             ) from None

@@ -1,4 +1,4 @@
-"""A checkpoint as one .pt file, as people pass them around: torch.load(file, weights_only=True) reads it anywhere."""
+"""A checkpoint as one .pt file for sharing: torch.load(file, weights_only=True) reads it anywhere."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def write_single_file(checkpoint: Checkpoint, path: Path) -> None:
         content[kind] = {name: tensor for name, tensor in tensors.items() if kind_of(name) == kind}
     aside = path.with_name(f".{path.name}.partial")
     if shutil.disk_usage(path.parent).free < sum(tensor.nbytes for tensor in tensors.values()):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # torch's writer has no words for it
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # torch's writer does not report it as such
     try:
         with aside.open("wb") as file:
             torch.save(content, file)
@@ -47,24 +47,24 @@ def write_single_file(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def open_single_file(path: Path) -> Checkpoint:
-    """Verify and read a .pt; nothing in it is run, whoever made it."""
+    """Verify and read a .pt file; nothing in it is executed."""
     try:
-        with ZipFile(path) as whole:  # torch.load does not look at the checksums
+        with ZipFile(path) as whole:  # torch.load does not verify checksums
             if (bad := whole.testzip()) is not None:
-                raise ValueError(f"{bad} is not what was written")
+                raise ValueError(f"{bad} is corrupt")
         content = torch.load(path, map_location="cpu", weights_only=True)
         tensors = {**content["model"], **content["optimizer"]}
         state = RunState(**content["run"])
         if not isinstance(state.step, int) or not all(isinstance(v, dict) for v in (state.facts, state.optimizer)):
-            raise TypeError("its run is of other types")
+            raise TypeError("wrong types in its run state")
         if not all(isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in tensors.items()):
-            raise TypeError("it holds something else than tensors")
+            raise TypeError("it contains something other than tensors")
         if content["sha256"] != _sha256(content["run"], tensors):
-            raise ValueError("it does not have the hash it gives for itself")
-    except Exception as error:  # a damaged archive, or a stranger's, can fail in any way
+            raise ValueError("it does not match its own hash")
+    except Exception as error:  # a damaged or foreign archive can fail in any way
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
-            f"{path} is no checkpoint of drumline, or damaged: {why}",
+            f"{path} is damaged, or not a drumline checkpoint: {why}",
             fix="write it again with `drumline checkpoint export RUN`, or resume from the run itself",
         ) from None
     return Checkpoint(path, state, tensors)

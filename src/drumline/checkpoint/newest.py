@@ -1,4 +1,4 @@
-"""The newest checkpoint of a run that verifies; damaged ones are set aside on the way to it."""
+"""The newest valid checkpoint of a run; damaged ones on the way are renamed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drumline.files import publish
 
 
 def newest_valid(folder: Path, *, warn: Callable[[str], None], before: int | None = None) -> Checkpoint | None:
-    """The newest checkpoint (before a step) that verifies; damaged ones are named and set aside on the way."""
+    """The newest valid checkpoint (before a step); damaged ones on the way are reported and renamed."""
     return next(valid_ones(folder, warn=warn, before=before), None)
 
 
@@ -26,16 +26,16 @@ def valid_ones(folder: Path, *, warn: Callable[[str], None], before: int | None 
         except OtherFormatError:
             raise
         except CheckpointError as error:
-            warn(f"{error.problem}; {set_aside(path, 'damaged')}, trying the one before")
+            warn(f"{error.problem}; {set_aside(path, 'damaged')}, trying the previous one")
             publish({"event": "checkpoint damaged", "path": str(path)})
 
 
 def set_aside(path: Path, why: str) -> str:
-    """Rename a checkpoint so that it is not used again; says what was done."""
+    """Rename a checkpoint so that it is not used again; returns what was done, as text."""
     aside = path.with_name(f"{path.name}.{why}")
     try:
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
-    except OSError as error:  # a read-only disk: it stays where it is, and is passed over again next time
-        return f"it cannot be set aside ({error.strerror})"
-    return f"set aside as {aside.name}"
+    except OSError as error:  # a read-only disk: it stays, and is skipped again next time
+        return f"it cannot be renamed ({error.strerror})"
+    return f"renamed to {aside.name}"

@@ -12,18 +12,18 @@ from drumline.files import RunFolder
 from drumline.parallel import World
 
 _PATIENCE_S = 1800.0
-"""How long rank 0 waits for another rank's part before it gives a save up."""
+"""How long rank 0 waits for other ranks' parts before it gives up a save."""
 
 
 class Parts:
-    """Who writes which tensors. One per rank; made at the same point on every rank."""
+    """Which rank writes which tensors. One per rank, created on all ranks at the same point."""
 
     def __init__(self, folder: RunFolder, world: World, token: str) -> None:
         self._world, self._token = world, token
         self._writers = _ranks_that_see(folder, world, token)
         self.count = len(self._writers)
         self.own = self._writers.index(world.rank) if world.rank in self._writers else None
-        """Which part this rank writes; None: its host does not see the run folder."""
+        """The part that this rank writes; None: its host does not see the run folder."""
 
     def own_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.own is None:
@@ -32,14 +32,14 @@ class Parts:
         return {name: tensors[name] for name in names}
 
     def post(self, number: int, outcome: dict[str, Any]) -> None:
-        """Let rank 0 know how this rank's part of a save went."""
+        """Tell rank 0 how this rank's part of a save went."""
         self._world.post(self._key(number, self._world.rank), outcome)
 
     def outcomes_of_others(self, number: int, *, since: float) -> list[dict[str, Any]] | None:
-        """How the parts of the other ranks went; None as long as one is still being written."""
+        """How the other ranks' parts went; None while one is still being written."""
         outcomes = self._world.posted([self._key(number, rank) for rank in self._writers[1:]])
         if outcomes is None and time.monotonic() - since > _PATIENCE_S:
-            return [{"error": f"the other ranks' parts are not there after {_PATIENCE_S:.0f} s"}]
+            return [{"error": f"the other ranks' parts are missing after {_PATIENCE_S:.0f} s"}]
         return outcomes
 
     def _key(self, number: int, rank: int) -> str:
@@ -47,7 +47,7 @@ class Parts:
 
 
 def divide(sizes: dict[str, int], parts: int) -> list[list[str]]:
-    """Names dealt out so that each part has about as many bytes; the same on every rank."""
+    """Names distributed so that parts have about the same size; the same on every rank."""
     dealt: list[list[str]] = [[] for _ in range(parts)]
     load = [0] * parts
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
@@ -58,11 +58,11 @@ def divide(sizes: dict[str, int], parts: int) -> list[list[str]]:
 
 
 def _ranks_that_see(folder: RunFolder, world: World, token: str) -> list[int]:
-    """Ranks whose host has the run folder on a shared disk, rank 0 always among them."""
+    """Ranks whose host sees the run folder on a shared disk, always including rank 0."""
     mark = folder.checkpoints / f".seen-{token}"
 
     def make_mark() -> None:
-        with suppress(OSError):  # a disk in trouble: rank 0 will say so when it saves
+        with suppress(OSError):  # a failing disk: rank 0 will report it when it saves
             mark.touch()
 
     world.on_rank0(make_mark)

@@ -1,4 +1,4 @@
-"""Bring a run to a checkpoint: on disk or in memory, its newest or one that the user names; all ranks agree."""
+"""Restore a run from a checkpoint: on disk or in memory, the newest or one that the user chose; all ranks agree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from drumline.files import RunFolder
 from drumline.parallel import World, waiting_for
 
 SINGLE_FILE = ".pt"
-"""What `drumline checkpoint export` writes."""
+"""The suffix of exported checkpoints."""
 Say = Callable[[str], None]
 
 
@@ -44,12 +44,12 @@ def resume(
     snapshots: Snapshots | None,
     say: Say,
 ) -> RunState | None:
-    """Bring every rank's model and optimizer to where the run is; None: it has not begun.
+    """Restore every rank's model and optimizer to where the run is; None: it has not started.
 
-    Whoever has the state reads it and gives it to the others: they need not see its disk.
+    A rank that has the state reads it and sends it to the others, which need not see its disk.
     """
     on_disk = world.on_all_ranks(lambda: find(resume_from, folder, say=say) if world.is_rank0 else None)
-    looks = world.place.local_rank == 0  # one rank of each host
+    looks = world.place.local_rank == 0  # one rank per host
     in_memory = snapshots.newest(warn=say) if snapshots and looks and resume_from == "auto" else None
     steps = world.gather([_step(on_disk), _step(in_memory)])
     disk_step, (memory_step, holder) = steps[0][0], max((each[1], -rank) for rank, each in enumerate(steps))
@@ -67,22 +67,22 @@ def resume(
         return newest.state.__dict__
 
     state = RunState(**world.gather(world.on_all_ranks(read))[source])
-    if resume_from != "auto":  # what is there is of where the run was, not of where it is told to go on
+    if resume_from != "auto":  # existing snapshots belong to where the run was, not to where it resumes from
         if world.is_rank0:
             assert on_disk is not None
             leave_behind(folder, on_disk, say=say)
-            with suppress(OSError):  # a disk in trouble: ranks that are started again then do the same once more
+            with suppress(OSError):  # a failing disk: restarted ranks would do the same again
                 folder.resumed.touch()
         if snapshots and looks:
             snapshots.clear()
     share(model, optimizer, world, source=source)
     where = newest.path if newest and world.rank == source else f"the memory of rank {source}'s host"
-    say(f"going on from {where} (step {state.step:,})")
+    say(f"resuming from {where} (step {state.step:,})")
     return state
 
 
 def find(resume_from: str, folder: RunFolder, *, say: Say) -> Checkpoint | None:
-    """What `resume_from` means: auto (the newest valid checkpoint, if any), a step, a checkpoint, a run, or a .pt."""
+    """What `resume_from` refers to: auto (the newest valid checkpoint), a step, a checkpoint, a run or a .pt."""
     if resume_from == "auto":
         return newest_valid(folder.checkpoints, warn=say)
     check_named(resume_from, folder)
@@ -100,7 +100,7 @@ def find(resume_from: str, folder: RunFolder, *, say: Say) -> Checkpoint | None:
 
 
 def check_named(resume_from: str, folder: RunFolder) -> None:
-    """Refuse at once what cannot be resumed from; whether it is whole is found out when it is opened."""
+    """Refuse immediately what cannot be resumed from; whether it is valid is checked when it is opened."""
     path = _named(resume_from, folder)
     if path.suffix == SINGLE_FILE and path.is_file():
         return
@@ -109,16 +109,16 @@ def check_named(resume_from: str, folder: RunFolder) -> None:
         raise CheckpointError(
             f"--resume_from {resume_from} is neither a checkpoint nor a run with one (steps saved in {folder.path}: "
             f"{steps})",
-            fix="give a step, RUN/checkpoints/step-NNNNNNNN, RUN, or a .pt that `drumline checkpoint export` wrote",
+            fix="use a step, RUN/checkpoints/step-NNNNNNNN, RUN, or a .pt file from `drumline checkpoint export`",
         )
 
 
 def leave_behind(folder: RunFolder, start: Checkpoint, *, say: Say) -> None:
-    """Set aside the checkpoints of the way that a run leaves by going on from `start`."""
+    """Rename checkpoints that are newer than `start`, which the run no longer continues from."""
     for path in checkpoint_paths(folder.checkpoints):
         is_start = path.absolute() == start.path.absolute()
         if step_of(path) >= start.step and not is_start:
-            say(f"{path.name} is of a way this run has left: {set_aside(path, 'superseded')}")
+            say(f"{path.name} is newer than the step resumed from: {set_aside(path, 'superseded')}")
 
 
 def _named(resume_from: str, folder: RunFolder) -> Path:
@@ -133,8 +133,8 @@ def _check_same_run(checkpoint: Checkpoint, facts: dict[str, Any], allow_change:
     ]
     if changed:
         raise CheckpointError(
-            f"{checkpoint.path} is of a run with other settings ({'; '.join(changed)})",
-            fix="give the same settings to go on with it, or start anew in another run_dir",
+            f"{checkpoint.path} is from a run with different settings ({'; '.join(changed)})",
+            fix="use the same settings to resume it, or start a new run in another run_dir",
         )
 
 
@@ -143,7 +143,7 @@ def _step(checkpoint: Checkpoint | None) -> int:
 
 
 def load(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Read a verified checkpoint into a model and, for training on, its optimizer."""
+    """Load a verified checkpoint into a model and, for training, its optimizer."""
     read = checkpoint.tensors
     stored = {n: (t.dtype, t.shape) for n, t in read.items()} if read is not None else stored_shapes(checkpoint.path)
     _check_model({name: shape for name, (_, shape) in stored.items() if kind_of(name) == "model"}, checkpoint, model)
@@ -166,7 +166,7 @@ def _fill(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
 
 
 def share(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, source: int) -> None:
-    """Give every rank the weights and optimizer state of one of them."""
+    """Copy one rank's weights and optimizer state to all ranks."""
     if not world.is_group:
         return
     with waiting_for("the weights of the checkpoint"):
@@ -185,7 +185,7 @@ def load_optimizer(
     tensors: dict[str, Tensor], scalars: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     parameters = dict(model.named_parameters())
-    # Fused optimizers count their steps on the device; the others want that count on the CPU.
+    # Fused optimizers keep their step count on the device; the others on the CPU.
     counts_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     optimizer.state.clear()
     for key, tensor in tensors.items():
@@ -207,9 +207,9 @@ def _check_model(stored: dict[str, torch.Size], checkpoint: Checkpoint, model: n
     ]
     if missing or extra or shapes:
         raise CheckpointError(
-            f"{checkpoint.path} is of another model: {len(missing)} tensors missing, {len(extra)} unknown, "
-            f"{len(shapes)} of another shape (first: {(missing + extra + shapes)[0]})",
-            fix="give the settings the checkpoint's run had (its config.toml has them)",
+            f"{checkpoint.path} is from a different model: {len(missing)} tensors missing, {len(extra)} unknown, "
+            f"{len(shapes)} with another shape (first: {(missing + extra + shapes)[0]})",
+            fix="use the settings of the checkpoint's run (see its config.toml)",
         )
 
 
@@ -217,14 +217,14 @@ def _check_optimizer(names: list[str], checkpoint: Checkpoint, model: nn.Module)
     unknown = {name.partition("/")[2] for name in names} - dict(model.named_parameters()).keys()
     if unknown:
         raise CheckpointError(
-            f"{checkpoint.path} is of another model: it has optimizer state of {len(unknown)} parameters that are not "
+            f"{checkpoint.path} is from a different model: it has optimizer state for {len(unknown)} parameters not "
             f"here (first: {min(unknown)})",
-            fix="give the settings the checkpoint's run had (its config.toml has them)",
+            fix="use the settings of the checkpoint's run (see its config.toml)",
         )
 
 
 def read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Fill tensors, wherever they are, from the files of a checkpoint that has been verified."""
+    """Fill tensors on any device from the files of a verified checkpoint."""
     missing = set(tensors)
     with _reading(folder), torch.no_grad():
         for path in _files(folder):
@@ -240,7 +240,7 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """What tensors a checkpoint holds."""
+    """The tensors in a checkpoint."""
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
     with _reading(folder):
@@ -258,7 +258,7 @@ def _files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """A file with the right hash may still hold anything: whoever made it could hash it too."""
+    """Turn errors into CheckpointError: a file with the right hash may still contain anything."""
     try:
         yield
     except Exception as error:

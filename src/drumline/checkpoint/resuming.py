@@ -1,4 +1,4 @@
-"""Whether a run goes on from something; what that is, and how, is the business of restoring.py."""
+"""Whether a run resumes from something; restoring.py does it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MEMORY = Path("/dev/shm")
 
 
 def has_begun(resume_from: str, folder: RunFolder, world: World, snapshots: Snapshots | None) -> bool:
-    """Whether there may be something to go on from, on any rank's host."""
+    """Whether there may be something to resume from, on any rank's host."""
     here = resume_from != "auto" or snapshots is not None or bool(checkpoint_paths(folder.checkpoints))
     return any(world.gather(here))
 
 
 def what_to_resume(given: str, folder: RunFolder, world: World, *, started_again: bool) -> str:
-    """What the user said, or for ranks that are started again what they have made of it since."""
+    """The user's setting or, for restarted ranks, auto once it was followed."""
     if any(world.gather(started_again)):
         done = world.on_rank0(lambda: folder.resumed.exists() and bool(checkpoint_paths(folder.checkpoints)))
         return "auto" if done else given
@@ -32,7 +32,7 @@ def what_to_resume(given: str, folder: RunFolder, world: World, *, started_again
 
 
 def check_resume(resume_from: str, folder: RunFolder) -> None:
-    """Refuse at once what cannot be resumed from."""
+    """Refuse immediately what cannot be resumed from."""
     if resume_from != "auto":
         from drumline.checkpoint.restoring import check_named
 
@@ -40,7 +40,7 @@ def check_resume(resume_from: str, folder: RunFolder) -> None:
 
 
 def find_snapshots(run: RunFolder, world: World, *, takes: bool) -> Snapshots | None:
-    """The snapshots of a run on this host; None where none are taken and none were left."""
+    """The snapshots of a run on this host; None if none are taken and none were left."""
     run_id = world.on_rank0(run.run_id)
     if not takes and not snapshot_folder(run_id).exists():
         return None
@@ -53,5 +53,5 @@ def find_snapshots(run: RunFolder, world: World, *, takes: bool) -> Snapshots | 
 
 
 def snapshot_folder(run_id: str) -> Path:
-    """Where a run's snapshots lie on this host. Another user's never do."""
+    """Where a run's snapshots are on this host. Never another user's."""
     return MEMORY / f"drumline-{os.getuid()}" / run_id

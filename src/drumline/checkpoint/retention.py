@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the last few, every so many steps, and the best by held-out loss."""
+"""Which checkpoints are kept: the last few, every so many steps, and the one with the lowest validation loss."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from drumline.files import CHECKPOINT_PREFIX, RunFolder
 @dataclass(frozen=True, kw_only=True)
 class Retention:
     last: int = 3
-    """How many of the newest."""
+    """Number of newest ones."""
     every: int | None = None
-    """Also those of every so many steps, for good."""
+    """Also those at multiples of this many steps."""
     best: bool = True
-    """Also the one with the lowest held-out loss."""
+    """Also the one with the lowest validation loss."""
 
 
 def prune(folder: RunFolder, retention: Retention, *, newest: Checkpoint, spare: str) -> None:
     """Delete what need not be kept, and what killed savers left behind.
 
-    newest: the newest checkpoint, just verified: whatever is deleted, the run can go on from it
-    spare:  the saver that calls: its other ranks may have begun to write the next checkpoint
+    newest: the newest checkpoint, just verified: whatever is deleted, the run can resume from it
+    spare:  the calling saver: its other ranks may already be writing the next checkpoint
     """
     kept = reasons(checkpoint_paths(folder.checkpoints), retention)
     gone = [path for path, why in kept.items() if not why and path != newest.path]
@@ -36,7 +36,7 @@ def prune(folder: RunFolder, retention: Retention, *, newest: Checkpoint, spare:
 
 
 def reasons(paths: Sequence[Path], retention: Retention) -> dict[Path, list[str]]:
-    """Why each checkpoint (oldest first) is kept: newest, every, best; nothing for one that need not be."""
+    """Why each checkpoint (oldest first) is kept: newest, every, best; empty if it need not be."""
     judged = {path: loss for path in paths if (loss := valid_loss(path)) is not None}
     best = min(judged, key=lambda path: judged[path], default=None)
     newest = set(paths[-retention.last :])
@@ -51,7 +51,7 @@ def reasons(paths: Sequence[Path], retention: Retention) -> dict[Path, list[str]
 
 
 def leftovers(folder: RunFolder) -> list[Path]:
-    """What savers that were killed left half made."""
+    """Incomplete folders of savers that were killed."""
     return sorted(folder.checkpoints.glob(f".{CHECKPOINT_PREFIX}*.partial-*"))
 
 
@@ -60,7 +60,7 @@ def step_of(path: Path) -> int:
 
 
 def valid_loss(path: Path) -> float | None:
-    """The held-out loss of a checkpoint, if it has one."""
+    """The validation loss of a checkpoint, if it has one."""
     try:
         loss = json.loads((path / RUN).read_text(encoding="utf-8"))["valid_loss"]
         return float(loss) if isinstance(loss, int | float) and math.isfinite(loss) else None

@@ -1,8 +1,8 @@
-"""Saving while training goes on: copy the state, let a thread write it, never lose the checkpoint before.
+"""Saving in the background: copy the state, let a thread write it, never lose the previous checkpoint.
 
-The loop stands still only while the state is copied to memory of its own (one copy of what this rank writes; pinned for
-a GPU). Of several ranks each writes a part (parts.py), and rank 0 makes the checkpoint with one rename. A save that
-fails is reported at the next step, the run goes on, and it is tried again (trouble.py).
+The loop pauses only while the state is copied to a buffer (only what this rank writes; pinned for a GPU). Of several
+ranks each writes a part (parts.py), and rank 0 completes the checkpoint with one rename. A failed save is reported at
+the next step, the run continues, and it is retried (trouble.py).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from drumline.checkpoint.snapshots import Snapshots, SnapshotTaker
 
 _RETRY_S = (2.0, 60.0)
-"""The first pause before a failed save is tried again, and the longest; each is twice the one before."""
+"""The first pause before a failed save is retried, and the longest; each is twice the previous one."""
 _LAST_TRIES = 3
-"""How often a run that was asked to stop tries to save before it gives up; one that has finished tries for ever."""
+"""How often a run that was asked to stop tries to save before it gives up; a finished one never gives up."""
 
 
 @dataclass
 class _Job:
-    """A save under way."""
+    """A save in progress."""
 
     number: int
     state: RunState
@@ -55,7 +55,7 @@ class _Job:
 
 
 class Saver:
-    """One per rank. `save`, `snapshot`, `poll` and `finish` are called at the same steps on every rank."""
+    """One per rank. `save`, `snapshot`, `poll` and `finish` are called at the same steps on all ranks."""
 
     def __init__(
         self,
@@ -73,17 +73,17 @@ class Saver:
         reached: Callable[[str], None] = lambda point: None,
     ) -> None:
         """
-        snapshots: those of this run on this host, if there may be any
-        about:     what the manifest says beside the files: versions, the config's hash
+        snapshots: those of this run on this host, if any
+        about:     what the manifest contains besides files: versions, hash of the config
         tell:      (message, event) for the user: rank 0's goes to the console and events.jsonl
-        waiting:   called again and again while training has to wait for the disk
-        reached:   called with each named point of a save, for tests that kill the process there
+        waiting:   called repeatedly while training has to wait for the disk
+        reached:   called at each named point of a save, for tests that kill the process there
         """
         self._folder, self._world, self._model, self._optimizer = folder, world, model, optimizer
         self._retention, self._about, self._tell = retention, about, tell
         self._waiting, self._reached = waiting, reached
         if world.is_rank0:
-            with suppress(OSError):  # a disk in trouble: it is said when the first save fails
+            with suppress(OSError):  # a failing disk: reported when the first save fails
                 folder.checkpoints.mkdir(parents=True, exist_ok=True)
         self._token = str(world.on_rank0(lambda: uuid.uuid4().hex[:12]))
         self._parts: Parts | None = None
@@ -105,14 +105,14 @@ class Saver:
         self._count = self._failures = 0
         self._retry_at = 0.0
         self.saved_step: int | None = None
-        """The newest step that rank 0 knows to be on the disk, saved by this process."""
+        """The newest step that rank 0 knows to be on disk, saved by this process."""
 
     def wants_to_retry(self) -> bool:
-        """Whether a save that failed should be tried again now; rank 0 asks the others to."""
+        """Whether a failed save should be retried now; rank 0 asks the others to."""
         return self._failures > 0 and self._job is None and time.monotonic() >= self._retry_at
 
     def save(self, state: RunState) -> None:
-        """Begin to save; the loop may change the weights as soon as this returns."""
+        """Start saving; the loop may change the weights as soon as this returns."""
         began = time.monotonic()
         self.wait()
         if self._prepared is not None:
@@ -130,20 +130,20 @@ class Saver:
         self._job = _Job(self._count, self._with_scalars(state), aside, future, stall_s, state_bytes)
 
     def snapshot(self, state: RunState) -> None:
-        """Begin to keep a copy in memory, unless the last save is still being written: then that one will do."""
+        """Start a snapshot, unless the last save is still being written: that one is enough."""
         if self._taker and not self._busy() and self._prepared and self._prepared.done():
             tensors = tensors_of(self._model, self._optimizer)
             self._taker.take(tensors, self._staging, self._with_scalars(state))
 
     def forget_snapshots(self) -> None:
-        """Those of this host: the run is saved on disk, or has gone back to an earlier step."""
+        """Remove this host's snapshots: the run is saved on disk, or has rolled back."""
         if self._taker:
             self._taker.wait()
         if self._snapshots:
             self._snapshots.clear()
 
     def poll(self) -> None:
-        """Once a step: see how far the save is, and say so if it failed. Never waits."""
+        """Once per step: check the progress of the save, and report a failure. Never waits."""
         if self._prepared is None:
             tensors = tensors_of(self._model, self._optimizer)
             staged = tensors if self._taker else self._own(tensors)
@@ -164,7 +164,7 @@ class Saver:
             self._conclude(job, [*outcomes, *others])
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written."""
         while self._busy():
             self.poll()
             self._waiting()
@@ -172,10 +172,10 @@ class Saver:
         self.poll()
 
     def finish(self, state: RunState, *, give_up: Callable[[], bool]) -> None:
-        """See to it that the last step is on the disk, however long the disk is in trouble."""
+        """Make sure that the last step is on disk, however long the disk fails."""
         while True:
             self.wait()
-            with waiting_for("the writing of the last checkpoint"):
+            with waiting_for("the last checkpoint to be written"):
                 saved, stop = self._world.on_rank0(
                     lambda: [self.saved_step == state.step, give_up() and self._failures >= _LAST_TRIES]
                 )
@@ -203,7 +203,7 @@ class Saver:
         return replace(state, optimizer=optimizer_state(self._model, self._optimizer)[1])
 
     def _write_part(self, own: dict[str, Tensor], aside: Path, state_bytes: int) -> FileFacts:
-        if self._identified and not self._folder.identity.exists():  # a folder of that name may be another disk's
+        if self._identified and not self._folder.identity.exists():  # a folder of that name may be on another disk
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder.path))
         if self._world.is_rank0:
             aside.parent.mkdir(exist_ok=True)

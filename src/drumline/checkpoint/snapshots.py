@@ -1,7 +1,7 @@
-"""Snapshots: checkpoints in memory between those on disk, so that a dead process costs a few steps and no disk time.
+"""Snapshots: checkpoints in memory between those on disk, so that a dead process costs a few steps and no disk I/O.
 
-They lie in /dev/shm, which outlives a process but not the host, in the form of checkpoints: complete, hashed, verified.
-One process of each host writes the whole state, so that any host that is left has it.
+They are in /dev/shm, which outlives a process but not the host, in the format of checkpoints: atomic, hashed, verified.
+One process of each host writes the whole state, so that any remaining host has it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from drumline.units import count
 
 _FORGOTTEN_S = 7 * 86400.0
 _LOCK, _OWNER = ".lock", "run"
-"""The file that holds the path of the run's folder."""
+"""The file with the path of the run folder."""
 
 
 class Snapshots:
@@ -40,27 +40,27 @@ class Snapshots:
 
     @classmethod
     def of(cls, run: RunFolder, run_id: str | None = None) -> Snapshots:
-        """run_id: of this very run (rank 0 knows it), so that a new run in the same folder never meets an old one's"""
+        """run_id: of this run (rank 0 knows it), so that a new run in the same folder never uses old snapshots"""
         return cls(snapshot_folder(run_id or run.run_id()), run)
 
     def no_room(self, state_bytes: int) -> str | None:
         """Why snapshots of this size cannot be kept here; None if they can."""
         memory = self.folder.parents[1]
-        needed = 2 * state_bytes  # a new one is complete before the old one goes
+        needed = 2 * state_bytes  # a new one is complete before the old one is deleted
         try:
             free = min(shutil.disk_usage(memory).free, psutil.virtual_memory().available) + _bytes_in(self.folder)
         except OSError as error:
-            return f"there is no {memory} ({error.strerror})"
+            return f"{memory} does not exist ({error.strerror})"
         if free < needed:
-            return f"they need {count(needed)}B of memory in {memory}, and {count(free)}B are free"
+            return f"they need {count(needed)}B of memory in {memory}, but {count(free)}B are free"
         return None
 
     def save(self, tensors: dict[str, Tensor], state: RunState) -> None:
-        """Keep this state, and then forget the one before; nothing where another process does so already."""
+        """Store this state, then delete the previous one; no effect if another process already does."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self._is_ours():
             return
-        for leftover in self.folder.glob(".step-*"):  # of a process that was killed
+        for leftover in self.folder.glob(".step-*"):  # of a killed process
             shutil.rmtree(leftover, ignore_errors=True)
         aside = self.folder / f".{RunFolder.checkpoint_name(state.step)}.{os.getpid()}"
         aside.mkdir()
@@ -82,11 +82,11 @@ class Snapshots:
         return True
 
     def newest(self, *, warn: Callable[[str], None]) -> Checkpoint | None:
-        """What there is to go on from; a damaged one is passed over."""
+        """What there is to resume from; a damaged one is skipped."""
         return newest_valid(self.folder, warn=warn)
 
     def forget_others(self) -> None:
-        """Give back the memory of runs that were killed and then deleted, or not started again for a week."""
+        """Free the memory of runs that were killed and then deleted, or not resumed for a week."""
         for folder in self.folder.parent.glob("*"):
             owner = folder / _OWNER
             if folder == self.folder or not owner.exists():
@@ -99,17 +99,17 @@ class Snapshots:
                 lock.close()
 
     def clear(self) -> None:
-        """Give the memory back: the run is saved elsewhere, or goes another way."""
+        """Free the memory: the run is saved on disk, or takes another course."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
         shutil.rmtree(self.folder, ignore_errors=True)
-        with suppress(OSError):  # other runs have theirs there
+        with suppress(OSError):  # not empty: other runs have snapshots there
             self.folder.parent.rmdir()
 
 
 class SnapshotTaker:
-    """Takes snapshots while training goes on, by the saver's thread."""
+    """Takes snapshots in the background, in the saver's thread."""
 
     def __init__(
         self, snapshots: Snapshots, thread: ThreadPoolExecutor, tell: Callable[[str, dict[str, Any]], None]
@@ -143,16 +143,16 @@ class SnapshotTaker:
             self._switch_off(explain(error))
 
     def _switch_off(self, why: str) -> None:
-        """Snapshots are off for as long as there is no room for them; said once."""
+        """Snapshots are disabled while there is no space for them; reported once."""
         if not self._off:
-            self._tell(f"warning: snapshots are off: {why}", {"event": "snapshots off", "why": why})
+            self._tell(f"warning: snapshots are disabled: {why}", {"event": "snapshots off", "why": why})
         self._off = True
 
 
 def _bytes_in(folder: Path) -> int:
-    """What its files hold; another launcher of the run on this machine may be replacing them meanwhile."""
+    """Size of its files; another launcher of the run on this machine may be replacing them."""
     total = 0
-    for parent, _, names in os.walk(folder):  # passes over folders that are gone
+    for parent, _, names in os.walk(folder):  # ignores folders that disappear
         for name in names:
             with suppress(FileNotFoundError):
                 total += os.stat(os.path.join(parent, name)).st_size

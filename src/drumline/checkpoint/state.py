@@ -1,4 +1,4 @@
-"""The tensors of a run by their names in a checkpoint, and copies of them that training does not change."""
+"""The tensors of a run by their names in a checkpoint, and copies that training does not change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor a model must keep, by name; one that is shared (tied embeddings) appears once, by its first name."""
+    """Every tensor of a model's state, by name; a shared one (tied embeddings) appears once, by its first name."""
     seen: set[int] = set()
     kept: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -27,7 +27,7 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def weights_sha256(model: nn.Module) -> str:
-    """The fingerprint of a model: over names, dtypes, shapes and bytes in name order."""
+    """The hash of a model's weights: over names, dtypes, shapes and bytes in name order."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights(model).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -36,7 +36,7 @@ def weights_sha256(model: nn.Module) -> str:
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizer's state as tensors by "kind/parameter", and what of it is not a tensor."""
+    """The optimizer state as tensors by "kind/parameter", and what is not a tensor."""
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
@@ -49,22 +49,22 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
 
 
 class Staging:
-    """One buffer per tensor, made once: fresh pages cost many times what copying does."""
+    """One buffer per tensor, allocated once: new pages cost many times more than copying."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: dict[str, Tensor] = {}
 
     def prepare(self, tensors: dict[str, Tensor]) -> None:
-        """Make the buffers and touch every page of them; for a thread, ahead of the first copy."""
+        """Allocate the buffers and touch every page; in a thread, ahead of the first copy."""
         for name, tensor in tensors.items():
             buffer = self._buffer(name, tensor)
-            # Not by torch: it would start OpenMP's threads a second time for this thread, and where there are more of
-            # them than cores none waits actively any more, which slows every step of training.
+            # Not with torch: it would start another OpenMP thread pool for this thread, and with more threads than
+            # cores none of them spins any more, which slows down every training step.
             ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)
 
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors as they are now, on the CPU."""
+        """The current tensors, on the CPU."""
         copies = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             copies[name].copy_(tensor, non_blocking=True)
@@ -74,6 +74,6 @@ class Staging:
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         if name not in self._buffers or self._buffers[name].shape != tensor.shape:
-            pin = tensor.device.type == "cuda"  # the only memory a GPU copies to without stopping
+            pin = tensor.device.type == "cuda"  # only copies to pinned memory are asynchronous
             self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
         return self._buffers[name]

@@ -3,8 +3,8 @@
     model-00001-of-00002.safetensors       weights by their names in the model
     optimizer-00001-of-00002.safetensors   optimizer state by "kind/parameter": exp_avg/head.weight
 
-Each rank that writes has a number of its own; parts.py decides who writes what. restoring.py reads
-any number of such files.
+Each rank that writes has its own number; parts.py decides which rank writes what. restoring.py reads any number of such
+files.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ FileFacts = dict[str, dict[str, Any]]
 
 
 def kind_of(name: str) -> str:
-    """Which file a tensor goes to: what is called kind/parameter is the optimizer's."""
+    """The file of a tensor: names of the form kind/parameter belong to the optimizer."""
     return "optimizer" if "/" in name else "model"
 
 
 def write_tensors(
     tensors: dict[str, Tensor], folder: Path, *, part: int, parts: int, reached: Callable[[str], None]
 ) -> FileFacts:
-    """Write one part of a checkpoint's tensors; when this returns its files are on the disk.
+    """Write one part of a checkpoint's tensors; when this returns, its files are on disk.
 
     reached: called with the name of each file when half of it and when all of it is written
     """
@@ -66,8 +66,8 @@ def write_tensors(
 
 
 def _write(path: Path, tensors: dict[str, Tensor], reached: Callable[[str], None]) -> dict[str, Any]:
-    """A safetensors file straight from the tensors' memory: no second copy, and no lock held while the disk works."""
-    # Wide types first, so that every tensor lies aligned.
+    """Write a safetensors file directly from the tensors' memory: no second copy, and without holding the GIL."""
+    # Wide dtypes first, so that every tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

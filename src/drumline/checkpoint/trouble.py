@@ -1,4 +1,4 @@
-"""A save that fails: what is said about it, and the last resort of a run that must end while its disk takes nothing."""
+"""A save that fails: how it is reported, and the last resort of a run that must stop while its disk fails."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def explain(error: BaseException) -> str:
 def failed_save(
     folder: RunFolder, *, step: int, why: str, needed_bytes: int, pause_s: float
 ) -> tuple[str, dict[str, Any]]:
-    """What people are told about a save that failed, and the event of it."""
+    """The message and the event of a failed save."""
     return (
         f"WARNING: the checkpoint of step {step:,} could not be saved to {folder.checkpoints}: {why} "
         f"({count(needed_bytes)}B needed, {_free(folder.checkpoints)} free). The one of step {_newest_step(folder)} is "
-        f"kept, training goes on, and it is tried again in {pause_s:.0f} s",
+        f"kept, training continues, and the save is retried in {pause_s:.0f} s",
         {"event": "save failed", "step": step, "why": why, "bytes": needed_bytes},
     )
 
 
 def end_unsaved(folder: RunFolder, world: World, tensors: dict[str, Tensor], state: RunState) -> NoReturn:
-    """End a run that was asked to stop and whose disk takes nothing; every rank calls this."""
+    """End a run that was asked to stop and whose disk fails; all ranks call this."""
     in_memory = world.on_rank0(lambda: keep_in_memory(folder, tensors, state))
     error = unsaved(folder, state.step, in_memory=in_memory)
-    error.told = not world.is_rank0
+    error.reported = not world.is_rank0
     raise error
 
 
 def keep_in_memory(folder: RunFolder, tensors: dict[str, Tensor], state: RunState) -> bool:
-    """Whether the state is in this host's memory now, for a start that comes before the host restarts."""
+    """Whether the state is in this host's memory, to resume from before the host reboots."""
     snapshots = Snapshots.of(folder)
     if snapshots.no_room(sum(tensor.nbytes for tensor in tensors.values())) is not None:
         return False
@@ -59,12 +59,12 @@ def keep_in_memory(folder: RunFolder, tensors: dict[str, Tensor], state: RunStat
 
 
 def unsaved(folder: RunFolder, step: int, *, in_memory: bool) -> CheckpointError:
-    """The error of a run that had to end without its last save."""
-    kept = f"its state is kept in {MEMORY} until this host restarts" if in_memory else "it is lost"
+    """The error of a run that had to stop without its last save."""
+    kept = f"its state is kept in {MEMORY} until this host reboots" if in_memory else "it is lost"
     return CheckpointError(
         f"step {step} could not be saved to {folder.checkpoints} before the run had to stop: {kept}; the newest "
         f"checkpoint is of step {_newest_step(folder)}",
-        fix="make room there and run the same command again",
+        fix="free up space there and run the same command again",
     )
 
 

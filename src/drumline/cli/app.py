@@ -33,12 +33,14 @@ PROCESS = SimpleNamespace(is_ours=False)
 """Whether this process runs nothing but the `drumline` command, so that it may fork and exit at any time."""
 _DOCTOR = """Check this machine, or several hosts and the network between them, and print a fix for each problem.
 
-For several hosts, start it on each one the way a run is started (torchrun, srun, or by hand with --nnodes), or
-use --hosts. The exit code is 0 if no check failed, 1 otherwise."""
+For several hosts, use --hosts, or start it on each host the way runs start:
+with torchrun, with srun, or by hand with --nnodes.
+The exit code is 1 if a check failed, else 0."""
 _LAUNCH = """Start one run on several hosts over SSH: drumline launch --hosts a,b -- train --run_dir /shared/run
 
-The hosts are checked first. Each line of output is prefixed with its host. If the run fails, the first failure is
-reported last. Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops immediately."""
+The hosts are checked first. Each line of output is prefixed with its host.
+If the run fails, the first failure is reported last.
+Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops immediately."""
 COMMANDS = {
     "drumline.cli.prepare:prepare": "Tokenize text into .bin files, in the format of nanoGPT.",
     "drumline.cli.train:train": "Train a model. Without arguments: a small GPT on Python source code.",
@@ -113,7 +115,7 @@ def run_command(argv: list[str]) -> int:
 
 
 def _names_files(words: Sequence[str]) -> bool:
-    """Whether there may be settings in files: those of --config, or of a run that exists already."""
+    """Whether settings may come from files: --config, or an existing run."""
     given = flag(words, "config") or flag(words, "resume_from")
     return bool(given) or os.path.exists(flag(words, "run_dir") or "")
 

@@ -49,7 +49,7 @@ def bench_here(config: BenchConfig) -> None:
             _show(report)
             _write(report, config)
     except DrumlineError as error:
-        error.told = error.told or not world.is_rank0  # all ranks find the same things wrong
+        error.reported = error.reported or not world.is_rank0  # all ranks raise the same errors
         raise
     finally:
         leave()

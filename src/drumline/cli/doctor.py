@@ -42,8 +42,9 @@ def doctor(
 ) -> int:
     """Check this machine, or several hosts and the network between them, and print a fix for each problem.
 
-    For several hosts, start it on each one the way a run is started (torchrun, srun, or by hand with --nnodes), or
-    use --hosts. The exit code is 0 if no check failed, 1 otherwise.
+    For several hosts, use --hosts, or start it on each host the way runs start:
+    with torchrun, with srun, or by hand with --nnodes.
+    The exit code is 1 if a check failed, else 0.
 
     Parameters
     ----------

@@ -76,7 +76,7 @@ def k8s(
     from drumline.report import print_line
 
     job = K8sJob(command, config)
-    check(job.command.on_each_host(meet_at=job.meet_at))
+    check(job.command.on_each_host(endpoint=job.endpoint))
     if out is None or str(out) == "-":
         _print_exactly(job.text())
         return 0

@@ -45,8 +45,9 @@ def over_ssh(
 ) -> int:
     """Start one run on several hosts over SSH: drumline launch --hosts a,b -- train --run_dir /shared/run
 
-    The hosts are checked first. Each line of output is prefixed with its host. If the run fails, the first failure is
-    reported last. Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops immediately.
+    The hosts are checked first. Each line of output is prefixed with its host.
+    If the run fails, the first failure is reported last.
+    Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops immediately.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Settings of a run that come from files: of --config, and of the run that is resumed."""
+"""Settings that come from files: --config, and the run that is resumed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drumline.files import RunFolder
 
 
 def file_layers(words: Sequence[str]) -> list[tuple[Path, dict[str, Any]]]:
-    """Settings from files, the strongest first: those of --config, then those of the run that is resumed."""
+    """Settings from files, in order of precedence: --config, then the run that is resumed."""
     files = []
     config = flag(words, "config")
     if config:
@@ -26,7 +26,7 @@ def file_layers(words: Sequence[str]) -> list[tuple[Path, dict[str, Any]]]:
         settings = read_settings(stored)
         settings.pop("run_dir", None)  # --run_dir, if given, is the same or names a new run
         files.append((stored, settings))
-    # One length of a run replaces another, whatever layer that one stands in.
+    # A length given in one layer replaces another length from any lower layer.
     given = {name for name in LENGTHS if flag(words, name) is not None}
     for _, settings in files:
         lengths = {name for name in LENGTHS if name in settings}

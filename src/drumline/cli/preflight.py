@@ -42,7 +42,7 @@ def is_plain(config: TrainConfig, environ: Mapping[str, str]) -> bool:
 
 
 def _most_bytes(config: TrainConfig) -> int:
-    """More than the checkpoints of a GPT take on the disk."""
+    """More than the checkpoints of a GPT take on disk."""
     config = with_preset(config)
     shape = gpt_config(config.model, vocab_size=config.data.vocab_size or 1)
     embeddings = (2 + shape.value_tables) * (shape.vocab_size + 64) + shape.max_position_embeddings

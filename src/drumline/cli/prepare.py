@@ -59,13 +59,13 @@ def prepare(
 
 
 def prepared_lines(made: Prepared) -> list[str]:
-    """What was made, for people."""
+    """The result as text."""
     text_mb = sum(split.text_bytes for split in made.manifest.splits.values()) / 1e6
     how = f"{text_mb:.1f} MB of text in {made.seconds:.1f} s ({text_mb / made.seconds:.1f} MB/s)"
-    how = "there already" if made.reused else how
+    how = "already exists" if made.reused else how
     lines = [f"{made.path}: {how}, vocabulary {made.manifest.vocab_size:,}"]
     for name, split in made.manifest.splits.items():
-        lines.append(f"  {name}.bin   {split.tokens:,} tokens of {split.documents:,} documents")
+        lines.append(f"  {name}.bin   {split.tokens:,} tokens in {split.documents:,} documents")
     if made.skipped.count:
         lines.append(f"skipped {made.skipped.count} unreadable; the first: {'; '.join(made.skipped.first)}")
     return lines

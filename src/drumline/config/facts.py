@@ -1,4 +1,4 @@
-"""How a setting is declared: its default, what else is known about it, and the checks that settings share. No torch."""
+"""How a setting is declared: its default, other facts about it, and shared checks. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANY = object()
 
 
 def setting(default: T, *, may_change: bool = False, per_host: bool = False, fused: Any = None) -> T:
-    """The default of a setting, with the facts that other modules ask for. A plain default stands for none of them.
+    """The default of a setting, with facts that other modules need. A plain default has none of them.
 
     may_change: it may change when a run is resumed, since it does not affect what a step computes
     per_host:   it may differ between the hosts of a run
@@ -25,7 +25,7 @@ def setting(default: T, *, may_change: bool = False, per_host: bool = False, fus
 
 
 def check(settings: object, **rules: bool) -> None:
-    """Refuse the first setting whose rule does not hold."""
+    """Refuse the first setting whose rule is violated."""
     for name, holds in rules.items():
         if not holds:
             value = getattr(settings, name)
@@ -33,7 +33,7 @@ def check(settings: object, **rules: bool) -> None:
 
 
 def check_positive(settings: object, *names: str) -> None:
-    """Refuse a setting that is given and less than 1."""
+    """Refuse a setting that is less than 1."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and value < 1:

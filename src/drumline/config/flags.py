@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def flag(words: Sequence[str], name: str) -> str | None:
-    """The value of --name; of several the last one."""
+    """The value of --name; the last one if it is repeated."""
     last = None
     for index, word in enumerate(words):
         given, equals, value = word.partition("=")

@@ -59,10 +59,10 @@ class GPTOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(GPTOptions):
-    """The shape of a GPT. The defaults are GPT-2 124M; `positions`, `norm` and `activation` choose the family."""
+    """The architecture of a GPT. The defaults are GPT-2 124M; `positions`, `norm` and `activation` set the family."""
 
     vocab_size: int = setting(50257, fused=ANY)
-    """Rows of the token embedding; at least the size of the tokenizer's vocabulary."""
+    """Rows of the token embedding; at least the vocabulary size of the tokenizer."""
     max_position_embeddings: int = setting(1024, fused=ANY)
     """Maximum sequence length, in tokens."""
     rope_theta: float = setting(10_000.0, fused=ANY)
@@ -121,15 +121,15 @@ class ModelChoice:
 
         if self.model == "gpt":
             raise ConfigError(
-                f"model_options {' '.join(self.model_options)} are for a model of your own, not for --model gpt",
-                fix="name its function, as --model my_module:my_model, or use the flags of the GPT, as --n_layers",
+                f"model_options {' '.join(self.model_options)} are for a custom model, not for --model gpt",
+                fix="set --model my_module:my_model, or use the options of the GPT, such as --n_layers",
             )
-        # One spelling for each value, so that configs can be compared.
+        # Normalize values, so that configs can be compared.
         object.__setattr__(self, "model_options", tuple(option_words(plugin_options(self.model_options))))
 
 
 def _options_left_open(kind: type[T]) -> type[T]:
-    """Give the options that a class inherits from GPTOptions the default None, which stands for the preset's value."""
+    """Give the options that a class inherits from GPTOptions the default None, for the preset's value."""
     hints = get_type_hints(GPTOptions)
     kind.__annotations__ = {name: hint | None for name, hint in hints.items()}
     for option in fields(GPTOptions):
@@ -140,4 +140,4 @@ def _options_left_open(kind: type[T]) -> type[T]:
 @dataclass(frozen=True, kw_only=True)
 @_options_left_open
 class ModelSettings(GPTOptions, ModelChoice):
-    """The model to train: a preset, and what differs from it. Options are None until with_preset fills them in."""
+    """The model to train: a preset, and what differs from it. Options are None until with_preset resolves them."""

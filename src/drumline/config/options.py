@@ -1,4 +1,4 @@
-"""Options of a plug-in model: key=value words, and what they stand for. No torch here."""
+"""Options of a custom model: key=value arguments and their values. No torch here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drumline.errors import ConfigError
 
 
 def plugin_options(words: Iterable[str]) -> dict[str, Any]:
-    """Keyword arguments from key=value words, in the order of their names; of a key given twice the last one counts."""
+    """Keyword arguments from key=value words, sorted by name; if a key is repeated, the last one counts."""
     options = {}
     for word in words:
         key, equals, text = word.partition("=")
@@ -24,12 +24,12 @@ def plugin_options(words: Iterable[str]) -> dict[str, Any]:
 
 
 def option_words(options: Mapping[str, Any]) -> list[str]:
-    """The same options as words, each of which is a line of a TOML table too."""
+    """The same options as words, each also a line of a TOML table."""
     return [f"{key}={toml_value(value)}" for key, value in options.items()]
 
 
 def _parsed(text: str) -> Any:
-    """A TOML number, boolean, string or array; any other text stands for itself."""
+    """A TOML number, boolean, string or array; any other text is a string."""
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

@@ -1,6 +1,6 @@
-"""Presets and recipes, and how a config's open settings are filled from them. No torch here.
+"""Presets and recipes, and how a config's unset values are resolved from them. No torch here.
 
-A preset is a shape, the block's parts (its family) and a recipe. A recipe is how such a model is trained.
+A preset is a model size, an architecture (its family) and a recipe. A recipe is how such a model is trained.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
         "grad_clip": 0.0,
     },
 }
-"""What each recipe sets; a model's settings that it does not name are GPTConfig's defaults. docs/recipe.md says why."""
+"""The settings of each recipe; model settings that it does not list have GPTConfig's defaults. See docs/recipe.md."""
 HEAD_LR_WIDTH = 768
-"""The width that a recipe's `head_lr` is for: the rate is in inverse proportion to it."""
+"""The width that a recipe's `head_lr` is for: the learning rate is inversely proportional to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A shape, and the settings that suit it."""
+    """A model size, and settings that suit it."""
 
     shape: dict[str, int]
     family: dict[str, Any]
@@ -77,11 +77,11 @@ class Preset:
     vocab_size: int = 50257
     batch_size: int = 8
     lr: float
-    """AdamW's."""
+    """For AdamW."""
     muon_lr: float = 0.035
     recipe: Recipe
     adjusted: dict[str, Any] = field(default_factory=dict)
-    """What suits this shape better than its recipe's own value."""
+    """Values that suit this size better than its recipe's."""
     total_steps: int | None = None
 
 
@@ -107,7 +107,7 @@ PRESETS: dict[str, Preset] = {
     "gpt2-medium": Preset(shape=MEDIUM, family=CLASSIC, recipe="classic", lr=3e-4),
     "gpt2-large": Preset(shape=LARGE, family=CLASSIC, recipe="classic", lr=2.5e-4),
     "gpt2-xl": Preset(shape=XL, family=CLASSIC, recipe="classic", lr=2e-4),
-    # What `drumline train` trains: small enough for a few minutes on two cores.
+    # The default of `drumline train`: small enough for a few minutes on two cores.
     "modern-tiny": Preset(
         shape={**TINY, "n_layers": 3},
         family=MODERN,
@@ -116,7 +116,7 @@ PRESETS: dict[str, Preset] = {
         vocab_size=2048,
         batch_size=8,
         lr=2e-3,
-        # Attention is an eighth of the arithmetic at 256 tokens: shorter contexts would save little.
+        # Attention is an eighth of the FLOPs at 256 tokens: shorter contexts would save little.
         adjusted={"short_contexts": 0.0},
         total_steps=380,
     ),
@@ -138,20 +138,20 @@ Section = TypeVar("Section", ModelSettings, BatchConfig, OptimConfig)
 
 
 def filled(section: Section, defaults: dict[str, Any]) -> Section:
-    """A section with what it leaves open taken from the defaults, where they have it."""
+    """A section with unset values taken from the defaults."""
     names = [f.name for f in fields(section) if getattr(section, f.name) is None and f.name in defaults]
     return replace(section, **{name: defaults[name] for name in names})
 
 
 def with_preset(config: TrainConfig) -> TrainConfig:
-    """The same config with every setting that the preset and its recipe decide filled in."""
+    """The same config with everything resolved that the preset and its recipe determine."""
     chosen = preset(config.model.preset)
     name = config.model.recipe or chosen.recipe
     recipe = {**RECIPES[name], **chosen.adjusted}
     gpt = {**asdict(GPTConfig()), **recipe, **chosen.shape, **chosen.family, "context": chosen.context, "recipe": name}
     model = filled(config.model, gpt)
     if "head_lr" in recipe and model.d_model:
-        # What the head reads is as large at any width, so that an update of all its weights moves logits in proportion.
+        # The input of the head has the same scale at any width, so an update of its weights moves logits in proportion.
         recipe["head_lr"] *= HEAD_LR_WIDTH / model.d_model
     rates = {"lr": chosen.lr}
     if (config.optim.optimizer or recipe["optimizer"]) == "muon":
@@ -169,7 +169,7 @@ def with_preset(config: TrainConfig) -> TrainConfig:
 
 
 def gpt_config(settings: ModelSettings, *, vocab_size: int) -> GPTConfig:
-    """The GPT that these settings (already filled in) describe."""
+    """The GPTConfig of these settings (already resolved)."""
     assert settings.context is not None
     options = {option.name: getattr(settings, option.name) for option in fields(GPTOptions)}
     given = {name: value for name, value in options.items() if value is not None}

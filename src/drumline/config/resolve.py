@@ -1,4 +1,4 @@
-"""The config of a run with nothing left open. No torch here."""
+"""The config of a run with every setting resolved. No torch here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from drumline.errors import ConfigError
 
 
 def resolved(config: TrainConfig) -> TrainConfig:
-    """The config with the preset's values filled in; refuses what cannot work, whatever the data and the device."""
+    """The config with the preset's values; refuses what cannot work with any data or device."""
     config = with_preset(config)
     gpt_config(config.model, vocab_size=1)
     context = config.model.context or 0

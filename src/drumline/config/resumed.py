@@ -1,4 +1,4 @@
-"""The config of a run that is resumed: what it takes from the stored one, and what may not differ. No torch here."""
+"""The config of a resumed run: what it takes from the stored one, and what may not differ. No torch here."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from drumline.errors import ConfigError
 
 
 def check_allowed(names: Iterable[str]) -> None:
-    """Refuse a name in --allow_change that no setting has."""
+    """Refuse unknown names in --allow_change."""
     known = [name for section in sections().values() for name in section]
     for name in names:
         if name not in known:
             raise ConfigError(
-                f"--allow_change {name} does not name a setting",
+                f"--allow_change {name} is not a setting",
                 fix=did_you_mean(name, known, otherwise="use the name of a flag, without the dashes"),
             )
 
 
 def with_stored_batch(batch: BatchConfig, stored: BatchConfig) -> BatchConfig:
-    """The batch of a run that is resumed: sequences per step stay the same, however many ranks there are now."""
+    """The batch of a resumed run: sequences per step stay the same on any number of ranks."""
     if batch.global_batch_size not in (None, stored.global_batch_size):
         return batch
     return replace(
@@ -43,6 +43,6 @@ def refuse_changes(config: TrainConfig, stored: TrainConfig, *, run_dir: Path) -
         listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in refused.items())
         allow = " ".join(f"--allow_change {name}" for name in refused)
         raise ConfigError(
-            f"{run_dir} was started with other settings: {listed}",
+            f"{run_dir} was started with different settings: {listed}",
             fix=f"choose another --run_dir for a new run, or add {allow} to change this one",
         )

@@ -1,4 +1,4 @@
-"""Config files: read a TOML file, and say what differs between two configs. toml_text.py writes them.
+"""Config files: read a TOML file, and list the differences between two configs. toml_text.py writes them.
 
 A file has one table per section of TrainConfig; a setting may also stand at the top level, since names are unique.
 """
@@ -16,7 +16,7 @@ from drumline.errors import EXIT_USAGE, ConfigError
 
 
 class UnknownKeyError(ConfigError):
-    """A key in a config file that no setting has."""
+    """An unknown key in a config file."""
 
     exit_code = EXIT_USAGE
 
@@ -69,7 +69,7 @@ def _unknown(path: Path, shown: str, key: str, names: list[str]) -> UnknownKeyEr
 
 
 def from_settings(settings: dict[str, Any]) -> TrainConfig:
-    """A config from settings without sections, as read_settings gives them."""
+    """A config from settings without sections, as from read_settings."""
     parts: dict[str, Any] = {}
     for section, kind in get_type_hints(TrainConfig).items():
         names = {f.name for f in fields(kind)}
@@ -79,7 +79,7 @@ def from_settings(settings: dict[str, Any]) -> TrainConfig:
 
 
 def differences(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
-    """Settings that are not the same, and may not change when a run is resumed: {name: (old, new)}."""
+    """Settings that differ and may not change when a run is resumed: {name: (old, new)}."""
     free = names_with("may_change")
     before, after = ({k: v for part in asdict(c).values() for k, v in part.items()} for c in (old, new))
     return {k: (before[k], after[k]) for k in before if before[k] != after[k] and k not in free}

@@ -28,5 +28,5 @@ def toml_value(value: Any) -> str:
     """A setting's value as TOML."""
     if isinstance(value, float):
         return repr(value)
-    # JSON's strings, numbers, booleans and arrays are TOML's too, but for DEL, which TOML wants escaped.
+    # Strings, numbers, booleans and arrays are the same in JSON and TOML, except for DEL, which TOML wants escaped.
     return json.dumps(list(value) if isinstance(value, tuple) else value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,4 +1,4 @@
-"""Text that cannot stay whole: its end is held out, or a document is too long to be read or encoded at once."""
+"""Splitting text: to hold out its end, or because a document is too long to read or encode at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from drumline.data.corpus import Labelled, utf8_bytes
 from drumline.data.text_files import PART_BYTES, Document
 
 LONGEST_LINE_BYTES = 4 << 20
-"""A line longer than this is cut inside, between two characters."""
+"""A longer line is split between two characters."""
 BREAK_CHARS = 100
 """How far before the target a split may move to fall between two words."""
 
@@ -47,9 +47,9 @@ def parts(document: Document, *, longest_bytes: int) -> Iterator[Document]:
 
 
 def cut_plain(beginning: bytes, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Parts that end at a line's end, numbered from 1; what needs no cut is one part numbered 0.
+    """Parts that end at a line end, numbered from 1; a text that needs no split is one part with number 0.
 
-    beginning: what was read of the stream already
+    beginning: what was already read from the stream
     """
     number, buffer, ended = 0, beginning, False
     del beginning
@@ -60,7 +60,7 @@ def cut_plain(beginning: bytes, stream: BinaryIO) -> Iterator[tuple[int, bytes]]
                 cut = LONGEST_LINE_BYTES
                 while cut > LONGEST_LINE_BYTES - 3 and buffer[cut] & 0xC0 == 0x80:  # inside a character
                     cut -= 1
-            if cut in (0, len(buffer)):  # no line ends here yet, or perhaps nothing follows
+            if cut in (0, len(buffer)):  # no line end yet, or possibly the end of the file
                 break
             number += 1
             yield number, buffer[:cut]

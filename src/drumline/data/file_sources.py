@@ -1,4 +1,4 @@
-"""Files as a source: listed, told apart by size and time, and read one after the other."""
+"""Files as a data source: listed, identified by size and time, and read one after the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Files:
 
     source: str
     list_files: Callable[[], Sequence[Path]]
-    """A large folder is only walked when someone asks."""
+    """A large folder is listed only on demand."""
 
     def splits(self) -> Collection[str]:
         return ("train",)
@@ -42,12 +42,12 @@ class Files:
 def cannot_be_listed(error: OSError) -> NoReturn:
     raise DataError(
         f"{error.filename} cannot be listed: {error.strerror}",
-        fix="make it readable for this user, or give a source that leaves it out",
+        fix="make it readable for this user, or choose a source without it",
     ) from error
 
 
 def walk(folder: Path, *, without: Collection[str]) -> list[Path]:
-    """Every file below a folder, sorted by path. Hidden ones and folders named in `without` are left out.
+    """Every file below a folder, sorted by path, except hidden ones and folders in `without`.
 
     Links to folders are followed, but no folder is entered twice.
     """
@@ -68,7 +68,7 @@ def check_split(split: str, splits: Collection[str], *, source: str) -> None:
     if split not in splits:
         raise DataError(
             f"{source} has no split {split!r}, only: {', '.join(splits)}",
-            fix="choose one of these, or give that part as a source of its own",
+            fix="choose one of these, or pass the data as a separate source",
         )
 
 
@@ -83,7 +83,7 @@ def _files_key(source: str, paths: Sequence[Path]) -> str:
 
 
 def size_and_time(path: Path) -> tuple[int, int]:
-    """Size in bytes and modification time in ns; zeros for a file that is not readable, which reading will report."""
+    """Size in bytes and modification time in ns; zeros for an unreadable file, which reading will report."""
     try:
         status = path.stat()
     except OSError:

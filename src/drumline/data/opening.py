@@ -279,10 +279,10 @@ def _check_vocabulary(path: Path, tokens: npt.NDArray[Any], *, vocab_size: int) 
 
 
 def document_names(file: TokenFile, start: int, stop: int) -> list[str]:
-    """Names of the documents that have a token in start..stop-1; none where the file does not say."""
+    """Names of the documents in tokens start..stop-1; empty if unknown."""
     if file.document_ends is None or file.names_path is None or start >= stop:
         return []
-    # uint64 needles: with Python ints numpy would first turn the whole map into float64.
+    # uint64 needles: with Python ints, numpy would convert the whole map to float64.
     inside = np.array([start, stop - 1], dtype=np.uint64)
     first, last = np.searchsorted(file.document_ends, inside, side="right").tolist()
     with open(file.names_path, encoding="utf-8", newline="\n") as lines:

@@ -1,4 +1,4 @@
-"""Sources a user has: files, folders, globs, functions (`package.module:name`) and Hugging Face data sets.
+"""Data sources of the user: files, folders, globs, functions (`package.module:name`) and Hugging Face datasets.
 
 The only module that knows the Hub's names, its file layout and the `datasets` package.
 """
@@ -57,7 +57,7 @@ _GLOB_FIX = "try the pattern with ls; ** matches folders only between slashes, a
 
 
 def other_source(source: str) -> Source:
-    """What a source string means. What exists on disk comes first."""
+    """The source that a string refers to. Existing paths take precedence."""
     path = Path(source).expanduser()
     if os.path.isfile(path):
         return Files(str(path), lambda: [path])

@@ -1,7 +1,7 @@
 """A data source, as the user writes it, becomes documents.
 
-Reads `builtin`, the source of Python's standard library. Files, folders, globs, functions (`package.module:name`) and
-Hugging Face data sets are in `drumline.data.other_sources`, only imported for those.
+Handles `builtin`, the source code of Python's standard library. Files, folders, globs, functions
+(`package.module:name`) and Hugging Face datasets are in `drumline.data.other_sources`, imported only when needed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Source(Protocol):
 
 
 class _Builtin:
-    """The source of the running interpreter's standard library: real text that every machine has."""
+    """Source code of the running interpreter's standard library: real text that every machine has."""
 
     def __init__(self) -> None:
         self._folder = Path(sysconfig.get_path("stdlib"))
@@ -94,7 +94,7 @@ class _Builtin:
         files = []
         for here, folders, names in os.walk(self._folder):
             folders[:] = [name for name in folders if name not in _BUILTIN_WITHOUT and not name.startswith(".")]
-            # The build's own settings differ from machine to machine.
+            # The build configuration differs between machines.
             files += [Path(here, n) for n in names if n.endswith(".py") and not n.startswith((".", "_sysconfigdata"))]
         return sorted(files)
 

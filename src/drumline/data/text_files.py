@@ -16,7 +16,7 @@ from drumline.config import OnError
 from drumline.errors import DataError
 
 PART_BYTES = 1 << 20
-"""A plain text file longer than this is cut at a line's end into documents of about this size."""
+"""A longer plain text file is split at line ends into documents of about this size."""
 STRUCTURED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".zst")
 
@@ -96,7 +96,7 @@ def read_plain(stream: BinaryIO, *, name: str, reading: Reading) -> Iterator[Doc
         from drumline.data.cutting import cut_plain
 
         parts = cut_plain(beginning + more, stream)
-    del beginning  # a part is all that is kept
+    del beginning  # only one part is kept in memory
     line, offset = 1, 0
     for number, part in parts:
         text = decoded(part, name=name, line=line, offset=offset, reading=reading)

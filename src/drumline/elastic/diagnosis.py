@@ -38,7 +38,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')
 _TORCH_DISTRIBUTED = ("torch", "distributed", "distributed_c10d.py")
 _TORCH_DDP = ("torch", "nn", "parallel", "distributed.py")
 _RANK_PROCESS = f'"{Path(__file__).with_name("rank_process.py")}"'
-"""Where a rank's own stack begins."""
+"""Where a rank's own stack starts."""
 _PULSE = Path(inspect.getfile(SupervisedPulse))
 
 

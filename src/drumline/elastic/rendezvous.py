@@ -57,7 +57,7 @@ class Rendezvous:
         self._port = port
         self.run_id = uuid.uuid4().hex
 
-    def meet(self, nproc: int) -> Hosts:
+    def join(self, nproc: int) -> Hosts:
         """Wait until all hosts needed for the next attempt have joined; RuntimeError if one leaves again.
 
         nproc: number of ranks on this host
@@ -107,7 +107,7 @@ class HostsRendezvous(Rendezvous):
         self._look: _Look | None = None
         self._info: RendezvousInfo | None = None
 
-    def meet(self, nproc: int) -> Hosts:
+    def join(self, nproc: int) -> Hosts:
         info = self._next()
         at = info.bootstrap_store_info
         assert at is not None

@@ -113,7 +113,7 @@ class Supervisor:
     def _meet(self) -> Hosts:
         while True:
             try:
-                return self._rendezvous.meet(self._nproc)
+                return self._rendezvous.join(self._nproc)
             except (RuntimeError, RendezvousError):  # a host left during the rendezvous
                 self._rendezvous.forget()
                 time.sleep(_POLL_S)

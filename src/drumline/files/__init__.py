@@ -1,8 +1,8 @@
-"""Files that are whole or not there -> the folder of a run.
+"""Atomic files -> the run folder.
 
-disk: replace, append lines, flush, hash and lock files. run_folder: what lies where in a run's folder, its status, and
-the lock that keeps a second process out. journal: what happens to a run, for events.jsonl and status.json. runs: which
-folder a new run takes, what a run was started with, and how it stands.
+disk: replace, append lines, flush, hash and lock files. run_folder: the layout of a run folder, its status, and the
+lock that keeps a second process out. journal: events.jsonl and status.json. runs: which folder a new run takes, its
+stored config, and its state.
 """
 
 from typing import TYPE_CHECKING

@@ -1,5 +1,5 @@
-"""Files that are whole or not there: flushed to the disk, replaced in one go, known by their hash; and files that grow
-by lines on a disk that may be full or away for a while, and a lock that no dead process holds."""
+"""Atomic files: flushed to disk, replaced in one step, identified by hash; files that grow by lines on a disk that may
+be full or unreachable for a while; and a lock that dies with its process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOCK_RETRY_S = 0.05
 
 
 def flush(path: Path) -> None:
-    """Make a file, or a folder's list of names, durable: when this returns it survives a power cut."""
+    """Make a file, or a folder's directory entries, durable: they survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -27,7 +27,7 @@ def flush(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a small file so that it is never seen half written, not even after a power cut."""
+    """Write a small file atomically, even across a power failure."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.write_text(text, encoding="utf-8")
@@ -45,24 +45,24 @@ def file_sha256(path: Path) -> str:
 
 
 class PostponedError(OSError):
-    """The disk did not take it now; it is kept and written as soon as the disk does."""
+    """The disk did not accept it; it is kept and written as soon as the disk does."""
 
 
 class LineFile:
-    """Whole lines at the end of a file, each once and in order, however often the disk refuses them for a while.
+    """Appends whole lines to a file, each once and in order, even if the disk fails for a while.
 
-    The file is opened anew for every write: a disk that went away and came back, or a file that was replaced, is no
-    matter. What waits is bounded: past `keep` lines the oldest are dropped, and close() tells how many are missing.
+    The file is opened for every write: it may be replaced, or its disk may disappear and come back. The backlog is
+    bounded: beyond `keep` lines the oldest are dropped, and close() reports how many are missing.
     """
 
     def __init__(self, path: Path, *, keep: int = _KEPT_LINES) -> None:
         self.path = path
         self._keep, self._dropped = keep, 0
         self._waiting: deque[bytes] = deque()
-        self._whole_bytes: int | None = None  # where the file ended before a write that failed
+        self._whole_bytes: int | None = None  # size of the file before a write that failed
 
     def append(self, line: str) -> None:
-        """Write a line, after those that wait; PostponedError when it has to wait too."""
+        """Write a line, after the backlog; PostponedError if it has to wait too."""
         self._waiting.append(line.encode("utf-8", errors="replace") + b"\n")
         while len(self._waiting) > self._keep:
             self._waiting.popleft()
@@ -70,7 +70,7 @@ class LineFile:
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the backlog."""
         try:
             while self._waiting:
                 lines = list(islice(self._waiting, _LINES_AT_ONCE))
@@ -81,20 +81,20 @@ class LineFile:
             raise PostponedError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
-        """Try a last time; OSError if lines are missing from the file for good."""
+        """Try one last time; OSError if lines are missing for good."""
         with suppress(OSError):
             self.flush()
         if missing := self._dropped + len(self._waiting):
-            raise OSError(f"{self.path} lacks {missing:,} lines that the disk did not take")
+            raise OSError(f"{self.path} lacks {missing:,} lines that could not be written")
 
     def _write(self, lines: bytes) -> None:
-        """All of the lines or none; also a close can fail, where a network disk says late that it is full."""
+        """All of the lines or none; close can fail too, if a network disk reports late that it is full."""
         try:
             with self.path.open("ab", buffering=0) as file:
                 self._cut(file.fileno())
                 self._whole_bytes = os.fstat(file.fileno()).st_size
                 rest = memoryview(lines)
-                while rest:  # a disk that is almost full takes the beginning, and only then says so
+                while rest:  # a disk that is almost full writes the beginning, and only then fails
                     rest = rest[file.write(rest) :]
         except OSError:
             with suppress(OSError), self.path.open("r+b", buffering=0) as file:
@@ -103,16 +103,16 @@ class LineFile:
         self._whole_bytes = None
 
     def _cut(self, descriptor: int) -> None:
-        """Take away what a failed write left."""
+        """Remove what a failed write left."""
         if self._whole_bytes is not None and os.fstat(descriptor).st_size > self._whole_bytes:
             os.ftruncate(descriptor, self._whole_bytes)
 
 
 class Lock:
-    """A lock file. The kernel drops the lock with the process, however that ends.
+    """A lock file. The kernel releases the lock when the process exits, however it exits.
 
-    By hand, because `filelock` refuses a read-only disk and a file system without locks, or leaves a lock file there
-    that outlives a killed process, and its older versions erase what the holder wrote into the file.
+    Not `filelock`, which fails on a read-only disk and on file systems without locks, or leaves a lock file behind when
+    killed, and whose older versions erase what the holder wrote to the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -121,12 +121,12 @@ class Lock:
         except OSError:
             if not path.exists():
                 raise
-            self.descriptor = os.open(path, os.O_RDONLY)  # a file system that has become read-only can be locked
-        # A forked child shares the lock, and would hold it beyond its parent's death.
+            self.descriptor = os.open(path, os.O_RDONLY)  # works on a file system that has become read-only
+        # A forked child shares the lock, and would keep it after its parent's death.
         os.register_at_fork(after_in_child=self.close)
 
     def take(self, *, wait_s: float = 0.0) -> bool:
-        """Whether this process has the lock, once nobody else has it or `wait_s` are over."""
+        """Whether this process got the lock within `wait_s`."""
         deadline = time.monotonic() + wait_s
         while True:
             try:

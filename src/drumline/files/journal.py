@@ -1,4 +1,4 @@
-"""The journal of a run: what happened to it beside its steps (events.jsonl), and how it stands (status.json)."""
+"""The journal of a run: its events besides steps (events.jsonl), and its state (status.json)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from drumline.files.events import publish
 from drumline.files.run_folder import RunFolder
 
 Attempt = Callable[[str, Callable[[], object]], None]
-"""attempt(what, write): call `write`, and report an OSError of it as trouble with `what` instead of raising it."""
+"""attempt(what, write): call `write`, and report an OSError as a problem with `what` instead of raising it."""
 
 
 class Journal:
-    """Rank 0 writes it; on other ranks `event` and `status` do nothing."""
+    """Written by rank 0; on other ranks `event` and `status` do nothing."""
 
     def __init__(self, folder: RunFolder, *, attempt: Attempt, writes: bool = True) -> None:
         self._folder, self._attempt, self._writes = folder, attempt, writes
         self._events = LineFile(folder.events)
         self.began = False
-        """Whether `status` has been called here: before that the status is what an earlier process left."""
+        """Whether `status` was called here: before that, the status is from an earlier process."""
 
     def event(self, name: str, /, **facts: Any) -> None:
-        """Add a line to events.jsonl; if the disk refuses it, it is written with a later one."""
+        """Append a line to events.jsonl; if the disk fails, it is written with a later one."""
         if self._writes:
             publish({"event": name, **facts})
             line = json.dumps({"event": name, **facts, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})

@@ -1,4 +1,4 @@
-"""What lies where in a run's folder. The only module that knows these paths."""
+"""The layout of a run folder. The only module that knows these paths."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.log = path / "train.log"
         self.events = path / "events.jsonl"
-        """What happened to the run beside its steps: saves, restarts, skipped data, disks in trouble."""
+        """Events besides steps: saves, restarts, skipped data, disk problems."""
         self.status = path / "status.json"
         self.loss_plot = path / "loss.png"
         self.tensorboard = path / "tensorboard"
         self.lock = path / ".lock"
         self.leader = path / ".leader"
-        """Which host leads, where several train together."""
+        """The leader's lease, if several hosts train together."""
         self.resumed = path / ".resumed"
-        """Is there once --resume_from has been obeyed: ranks that are started again do not go back a second time."""
+        """Exists once --resume_from was followed, so that restarted ranks do not follow it again."""
         self.identity = path / ".id"
         self._run_id = ""
 
     @classmethod
     def named_by(cls, path: Path) -> RunFolder:
-        """The run that a path means: a run, or the run of a checkpoint."""
+        """The run of a path: a run folder, or the run of a checkpoint."""
         run = cls(path)
         return cls(path.parent.parent) if path.parent.name == run.checkpoints.name and not run.config.exists() else run
 
@@ -59,38 +59,38 @@ class RunFolder:
         return self.checkpoints / self.checkpoint_name(step)
 
     def run_id(self) -> str:
-        """A name that no other run has, not even a later one in a folder of the same path."""
+        """A unique name: no other run has it, not even a later one at the same path."""
         if not self._run_id:
             with suppress(OSError):
                 if not self.identity.exists():
                     replace_text(self.identity, uuid.uuid4().hex)
                 self._run_id = self.identity.read_text(encoding="utf-8").strip()
-        self._run_id = self._run_id or uuid.uuid4().hex  # on a disk that takes nothing it lasts as long as the process
+        self._run_id = self._run_id or uuid.uuid4().hex  # if it cannot be written, it lives as long as the process
         return self._run_id
 
     @contextmanager
     def hold(self, *, wait_s: float = _HOLD_WAIT_S) -> Iterator[None]:
-        """Keep every other process from training in this folder; ConfigError if one does.
+        """Keep other processes from training in this folder; ConfigError if one does.
 
-        It waits a little first: a process that was told to stop, or was killed, may take a moment to be gone.
+        Waits a little first: a process that was stopped or killed may take a moment to exit.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = Lock(self.lock)
         except OSError as error:
             raise ConfigError(
-                f"{self.path} cannot be written ({error})",
-                fix="make room there or mend its permissions, or choose another --run_dir",
+                f"{self.path} is not writable ({error})",
+                fix="free up space or fix its permissions, or choose another --run_dir",
             ) from None
         try:
             if not lock.take(wait_s=wait_s):
                 from drumline.files.runs import holder
 
                 raise ConfigError(
-                    f"{self.path} is in use: {holder(self)} trains there",
+                    f"{self.path} is in use: {holder(self)} is training there",
                     fix="wait until it ends, stop it, or choose another --run_dir",
                 )
-            with suppress(OSError):  # who holds it is for people to read: a full disk is no reason to stop
+            with suppress(OSError):  # the holder is only informative: a full disk is no reason to stop
                 os.ftruncate(lock.descriptor, 0)
                 os.pwrite(lock.descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
             yield
@@ -98,7 +98,7 @@ class RunFolder:
             lock.close()
 
     def read_status(self) -> dict[str, Any]:
-        """What the run last said of itself; {} when it never did."""
+        """The last status of the run; {} if there is none."""
         try:
             status = json.loads(self.status.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -106,9 +106,9 @@ class RunFolder:
         return status if isinstance(status, dict) else {}
 
     def write_status(self, state: str, *, step: int, total_steps: int, **more: Any) -> None:
-        """Replace status.json whole: a reader sees the old one or the new one, never half of one.
+        """Replace status.json atomically.
 
-        OSError if the disk does not take it: a Journal keeps that from ending a run.
+        OSError if it cannot be written: a Journal keeps that from ending a run.
         """
         status = {
             "state": state,

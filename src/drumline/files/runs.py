@@ -1,4 +1,4 @@
-"""The folders of runs: which one a new run takes, what a run was started with, and how it stands."""
+"""Run folders: which one a new run takes, the stored config of a run, and its state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_folders(where: Path) -> list[RunFolder]:
 
 
 def free_folder(config: TrainConfig) -> RunFolder:
-    """The first of runs/PRESET, runs/PRESET-2, ... that does not exist, or holds this very run unfinished."""
+    """The first of runs/PRESET, runs/PRESET-2, ... that does not exist, or is an unfinished run with this config."""
     number = 1
     while True:
         folder = RunFolder(RUNS_DIR / (config.model.preset if number == 1 else f"{config.model.preset}-{number}"))
@@ -44,9 +44,9 @@ def stored_config(folder: RunFolder) -> TrainConfig | None:
 
 
 def run_state(folder: RunFolder) -> str:
-    """finished, stopped, failed or running; lost when it says running and its process is gone from this host.
+    """finished, stopped, failed or running; lost if it says running but its process is gone from this host.
 
-    A supervisor that starts the ranks again is running, too.
+    A supervisor that is restarting ranks counts as running.
     """
     status = folder.read_status()
     state = str(status.get("state", "new"))
@@ -55,7 +55,7 @@ def run_state(folder: RunFolder) -> str:
 
 
 def holder(folder: RunFolder) -> str:
-    """Who trains in a folder that is in use."""
+    """The process that trains in a folder."""
     try:
         process = json.loads(folder.lock.read_text(encoding="utf-8"))
         return f"process {process['pid']} on {process['host']}"

@@ -1,8 +1,7 @@
 """A checkpoint -> generated text and validation loss.
 
-sample: how tokens are chosen one after another, from any model that gives logits. streaming: their text as it grows.
-loading: the model of a run's newest
-checkpoint. inference: a run asked to write, or evaluated on held-out tokens.
+sample: how tokens are sampled, from any model that returns logits. streaming: their text as it grows. loading: the
+model of a run's newest checkpoint. inference: generate text with a run, or evaluate it.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Text that is shown while it is written."""
+"""Text that is shown while it is generated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drumline.model import GPT
 def sample_text(
     model: nn.Module, tokenizer: Tokenizer, prompt: str, settings: SampleConfig, *, context: int | None
 ) -> Iterator[str]:
-    """What the model writes after the prompt, piece by piece. context: of models other than a GPT"""
+    """The text that the model generates after the prompt, piece by piece. context: for models other than a GPT"""
     decoder = StreamDecoder(tokenizer)
     ids = tokenizer.encode(prompt)
     if isinstance(model, GPT):
@@ -26,20 +26,20 @@ def sample_text(
 
 
 def check_prompt(prompt_ids: list[int], *, vocab_size: int) -> None:
-    """Refuse ids that the model has no embedding for."""
+    """Reject ids that the model has no embedding for."""
     strangers = [token for token in prompt_ids if not 0 <= token < vocab_size]
     if strangers:
         raise DataError(
-            f"the prompt has token {strangers[0]}, but the model knows only 0 to {vocab_size - 1}",
-            fix="encode the prompt with the tokenizer the model was trained with",
+            f"the prompt contains token {strangers[0]}, but the model's vocabulary is 0 to {vocab_size - 1}",
+            fix="encode the prompt with the tokenizer that the model was trained with",
         )
 
 
 class StreamDecoder:
-    """Text from ids that come one at a time; what it gives, joined, is the decoding of all of them.
+    """Text from ids that come one at a time; the pieces, joined, equal the decoding of all ids.
 
-    An id can end within a character, and in some tokenizers a token's text depends on the one before it. So the last
-    piece that was given is kept and decoded again with the new ids, and text waits while it ends in U+FFFD.
+    An id can end within a character, and in some tokenizers a token's text depends on the one before. So the last
+    piece is kept and decoded again with the new ids, and text is held back while it ends in U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -48,7 +48,7 @@ class StreamDecoder:
         self._pending: list[int] = []
 
     def push(self, token: int) -> str:
-        """The text that is now complete; empty while a character is cut."""
+        """The newly completed text; empty while a character is incomplete."""
         self._pending.append(token)
         text = self._pending_text()
         if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -57,7 +57,7 @@ class StreamDecoder:
         return text
 
     def flush(self) -> str:
-        """What is still pending, at the end; half a character comes out as U+FFFD."""
+        """The remaining text; an incomplete character becomes U+FFFD."""
         text = self._pending_text()
         self._decoded, self._pending = [], []
         return text

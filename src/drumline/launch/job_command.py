@@ -72,17 +72,17 @@ class JobCommand:
         given = flag(self.words, "nproc") or ""
         return self.gpus_per_node or (max(1, int(given)) if given.isdecimal() else 1)
 
-    def on_each_host(self, *, meet_at: str | None = None) -> list[str]:
+    def on_each_host(self, *, endpoint: str | None = None) -> list[str]:
         """The arguments of `drumline`, the same on every host.
 
-        meet_at: HOST:PORT; None if hosts connect through the run folder, or by srun's variables
+        endpoint: HOST:PORT; None if hosts connect through the run folder, or by srun's variables
         """
         added: list[str] = []
         if self.words[0] in ("train", "bench") and flag(self.words, "nproc") is None:
             added += ["--nproc", str(self.ranks_per_node)]
-        if self.nodes > 1 and (self.is_training or (self.words[0] == "doctor" and meet_at)):
+        if self.nodes > 1 and (self.is_training or (self.words[0] == "doctor" and endpoint)):
             added += ["--nnodes", str(self.nodes)]
-            added += ["--rdzv_endpoint", meet_at] if meet_at else []
+            added += ["--rdzv_endpoint", endpoint] if endpoint else []
         return [self.words[0], *added, *self.words[1:]]
 
 

@@ -142,7 +142,7 @@ class K8sJob:
             )
 
     @property
-    def meet_at(self) -> str:
+    def endpoint(self) -> str:
         """HOST:PORT of the rendezvous."""
         if self.config.kind == "trainjob":
             # The runtime sets a variable with the first host's name, which Kubernetes expands in the command.
@@ -174,7 +174,7 @@ class K8sJob:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,  # pods must resolve each other before they are ready
             "selector": self._labels(),
-            "ports": [{"name": "meeting", "port": RENDEZVOUS_PORT}],
+            "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT}],
         }
         return {"apiVersion": "v1", "kind": "Service", "metadata": self._metadata(), "spec": spec}
 
@@ -228,8 +228,8 @@ class K8sJob:
         }
 
     def _words(self) -> list[str]:
-        plain = self.command.on_each_host(meet_at=self.meet_at)
-        return ["drumline", *(word if word == self.meet_at else _literal(word) for word in plain)]
+        plain = self.command.on_each_host(endpoint=self.endpoint)
+        return ["drumline", *(word if word == self.endpoint else _literal(word) for word in plain)]
 
     def _resources(self) -> Tree:
         return {"limits": {"nvidia.com/gpu": str(self.command.gpus_per_node)}}

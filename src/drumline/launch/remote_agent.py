@@ -113,10 +113,10 @@ def _run(order: dict[str, Any], rest: bytes, asked: list[int], events: str) -> i
     return watch(process, asked, rest, silent_s=order["silent_s"])
 
 
-def facts(cwd: str, meeting_host: str) -> dict[str, Any]:
+def facts(cwd: str, rendezvous_host: str) -> dict[str, Any]:
     """Facts about this host that may prevent a run."""
     try:
-        addresses = socket.getaddrinfo(meeting_host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(rendezvous_host, None, type=socket.SOCK_STREAM)
     except OSError:
         addresses = []
     return {

@@ -100,7 +100,7 @@ def _cause(session: Session, plan: Plan) -> _Cause:
         return _Cause(_lost(session, plan, [line.text for line in lines]), ended_s)
     if session.error is not None:
         is_consequence = session.error["code"] == PeersLostError.code
-        return _Cause(_as_told(session.host.name, session.error), ended_s - session.error["ago_s"], is_consequence)
+        return _Cause(_host_error(session.host.name, session.error), ended_s - session.error["ago_s"], is_consequence)
     # Not a DrumlineError: show the traceback, or else the last lines.
     starts = [number for number, line in enumerate(lines) if line.text.startswith("Traceback (")]
     last = lines[starts[-1] :] if starts else lines[-_LAST_LINES:]
@@ -125,7 +125,7 @@ def _lost(session: Session, plan: Plan, said: Sequence[str]) -> DrumlineError:
     return DrumlineError(f"the connection to {session.host.name} was lost{last}", fix=fix)
 
 
-def _as_told(name: str, error: Mapping[str, Any]) -> DrumlineError:
+def _host_error(name: str, error: Mapping[str, Any]) -> DrumlineError:
     """A host's own error. A supervisor's error names the host of the rank, which may be another one."""
     names_host = error["code"] in (RunLostError.code, PeersLostError.code)
     problem = error["problem"] if names_host else f"{name}: {error['problem']}"

@@ -28,7 +28,7 @@ def ready(plan: Plan) -> int:
     if follow(sessions, lambda host, line: None, together=False, limit_s=_LIMIT_S):
         tell(DrumlineError("interrupted", fix="run the same command again"))
         return EXIT_INTERRUPTED
-    known = meeting_addresses(sessions)
+    known = rendezvous_addresses(sessions)
     findings = [finding for session in sessions for finding in look(session, plan, known)]
     findings += compare_versions(sessions, plan)
     say(findings, all_hosts=len(hosts))
@@ -50,14 +50,14 @@ def look(session: Session, plan: Plan, known: Sequence[str] = ()) -> list[Findin
     if "versions" not in answers:
         return [why_no_answer(session, plan)]
     findings = []
-    meeting_host, addresses = plan.meeting_host, answers["meeting_addresses"]
+    rendezvous_host, addresses = plan.rendezvous_host, answers["meeting_addresses"]
     elsewhere = plan.again(endpoint=Endpoint(next(iter(known), "ADDRESS"), plan.endpoint.port))
     if not addresses:
-        what = f"the rendezvous host {meeting_host} does not resolve there"
-        named = [plan.by_hand(host, f"echo {each} {meeting_host} | sudo tee -a /etc/hosts") for each in known]
+        what = f"the rendezvous host {rendezvous_host} does not resolve there"
+        named = [plan.by_hand(host, f"echo {each} {rendezvous_host} | sudo tee -a /etc/hosts") for each in known]
         findings.append(Finding("names", "failed", what, next(iter(named), elsewhere), host.name))
-    elif host.name != meeting_host and all(is_loopback(each) for each in addresses):
-        what = f"the rendezvous host {meeting_host} resolves to the host itself there ({addresses[0]})"
+    elif host.name != rendezvous_host and all(is_loopback(each) for each in addresses):
+        what = f"the rendezvous host {rendezvous_host} resolves to the host itself there ({addresses[0]})"
         findings.append(Finding("names", "failed", what, elsewhere, host.name))
     if not answers["cwd"]:
         fix = f"{plan.by_hand(host, 'mkdir', '-p', plan.workdir)}   # or use --workdir DIR"
@@ -158,7 +158,7 @@ def _install(package: str, version: str, session: Session, plan: Plan) -> str:
     return plan.by_hand(session.host, f"cd {folder} && {how[package]}")
 
 
-def meeting_addresses(sessions: Sequence[Session]) -> list[str]:
+def rendezvous_addresses(sessions: Sequence[Session]) -> list[str]:
     """What the rendezvous host's name resolves to on hosts that answered, if others could use it."""
     addresses = [address for session in sessions for address in session.answers.get("meeting_addresses", ())]
     return [address for address in addresses if not is_loopback(address)]

@@ -60,7 +60,7 @@ class Plan:
     environ: Mapping[str, str]
 
     @property
-    def meeting_host(self) -> str:
+    def rendezvous_host(self) -> str:
         return self.endpoint.host
 
     @property
@@ -90,7 +90,7 @@ class Plan:
         """What every host is asked first: some facts, and the quick checks unless the command is the doctor itself."""
         run_dir = flag(self.command, "run_dir")
         quick = ["doctor", "--quick", "--json", *(["--run_dir", run_dir] if run_dir else [])]
-        return {"meeting_host": self.meeting_host, **self._order([] if self.command[0] == "doctor" else quick)}
+        return {"meeting_host": self.rendezvous_host, **self._order([] if self.command[0] == "doctor" else quick)}
 
     def _order(self, words: Sequence[str]) -> dict[str, Any]:
         argv = {"argv": [self.python, "-m", "drumline", *words]} if words else {}

@@ -1,4 +1,4 @@
-"""How much arithmetic training takes, for MFU."""
+"""Training FLOPs, for MFU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def flops_per_token(model: nn.Module, *, context: int) -> float:
-    """Floating-point operations to train on one token: what the model says, else 6 for each weight of its matrices."""
+    """Training FLOPs per token: as the model reports, else 6 per matrix weight."""
     of_model = getattr(model, "flops_per_token", None)
     if of_model is not None:
         return float(of_model(context))

@@ -1,4 +1,4 @@
-"""A model of the user's own."""
+"""A custom model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from drumline.plugins import check_call, load_plugin
 
 
 def checked_plugin(config: TrainConfig) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The function that makes a model of the user's own, and its options, which its parameters must allow for."""
+    """The function that makes a custom model, and its options, checked against its signature."""
     options = plugin_options(config.model.model_options)
     make = load_plugin(config.model.model)
     check_call(config.model.model, make, "the shape", flag="model_options", options=options)

@@ -1,4 +1,4 @@
-"""An optimizer of the user's own."""
+"""A custom optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FIX = "let it take the model and an OptimConfig and return a torch.optim.Optimi
 
 
 def checked_optimizer(value: str) -> Callable[..., Any]:
-    """The function that package.module:name names, which must take a model and an OptimConfig."""
+    """The function package.module:name, which must take a model and an OptimConfig."""
     make = load_plugin(value)
     try:
         inspect.signature(make).bind("the model", "the settings")

@@ -1,4 +1,4 @@
-"""Which weights the kernels for optimizers can be had for."""
+"""Which weights the optimizer kernels support."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from drumline.lazy import room
 
 
 def adamw_for(model: nn.Module) -> type[torch.optim.AdamW]:
-    """torch's, or where there are kernels for it ours, which computes the same."""
+    """torch's AdamW, or an equivalent fused kernel if available."""
     if not all(map(suits_kernels, model.parameters())):
         return torch.optim.AdamW
     return room("kernels").OnePassAdamW  # type: ignore[no-any-return]
 
 
 def suits_kernels(matrix: Tensor) -> bool:
-    """Whether Triton's kernels can be had for it."""
+    """Whether Triton kernels are available for it."""
     plain = matrix.dtype == torch.float32 and matrix.is_contiguous()
     return matrix.is_cuda and plain and importlib.util.find_spec("triton") is not None

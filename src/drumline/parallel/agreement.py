@@ -1,4 +1,4 @@
-"""Before the first step all ranks compare what they are about to train with; an odd one is named before it harms."""
+"""Before the first step, all ranks compare versions, settings and data; a rank that differs is reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from drumline.config import TrainConfig, names_with
 from drumline.errors import DrumlineError
 from drumline.parallel.heartbeat import waiting_for
 
-if TYPE_CHECKING:  # a launcher, which only wants to know the odd host, does without torch
+if TYPE_CHECKING:  # launchers use this module without torch
     from drumline.parallel.world import World
 
 Key = TypeVar("Key")
@@ -24,19 +24,19 @@ class DisagreementError(DrumlineError):
 
 
 def odd_ones(values: Mapping[Key, Value]) -> tuple[Value, list[Key]]:
-    """The value that most ranks or hosts have, and those that have another; on a tie the first one counts as right."""
+    """The most common value, and those that have another one; on a tie, the first one counts as common."""
     usual = Counter(values.values()).most_common(1)[0][0]
     return usual, [key for key, value in values.items() if value != usual]
 
 
 def settings(config: TrainConfig) -> dict[str, Any]:
-    """Every setting that all ranks must have alike. Paths may differ; the contents of files are compared by hash."""
+    """Every setting that must be the same on all ranks. Paths may differ; file contents are compared by hash."""
     local = names_with("per_host")
     return {name: value for part in asdict(config).values() for name, value in part.items() if name not in local}
 
 
 def compare(world: World, facts: dict[str, Any]) -> None:
-    """Stop the run on every rank if the ranks differ in any of these facts."""
+    """Raise on all ranks if any of these facts differ between ranks."""
     with waiting_for("the comparison of versions, settings and data"):
         everyone = world.gather({"host": socket.gethostname(), **{name: str(value) for name, value in facts.items()}})
     differing = [name for name in facts if len({each[name] for each in everyone}) > 1]
@@ -53,5 +53,5 @@ def compare(world: World, facts: dict[str, Any]) -> None:
         f"the ranks would not train the same run: they differ in {', '.join(differing)}",
         fix=f"make {', '.join(sorted(odd_hosts))} like the others: same versions, flags and data on every host",
         details=rows,
-        told=not world.is_rank0,
+        reported=not world.is_rank0,
     )

@@ -1,31 +1,31 @@
-"""One attempt to run all ranks, and what a rank and its supervisor tell each other in the attempt's folder.
+"""One attempt to run all ranks, and what a rank and its supervisor exchange in the attempt's folder.
 
-A supervisor starts the ranks of its host as often as needed. Each time is an attempt with a folder of its own in
-memory, /dev/shm/drumline-PID-X/attempt-N, which the ranks find in the variable DRUMLINE_ATTEMPT:
+A supervisor starts the ranks of its host as often as needed. Each attempt has its own folder in shared memory,
+/dev/shm/drumline-PID-X/attempt-N, which ranks find through the variable DRUMLINE_ATTEMPT:
 
     file          written by                  read by the supervisor
-    pulse-RANK    the rank, all the time      phase, step, what it waits for, last progress, a tick: who hangs
-    stack-RANK    the rank, on SIGUSR2        the stacks of all threads, once a rank hangs
-    cause-RANK    .json, a rank that fails    its exception: whose fault it is that the others lost a peer
-    to_end        ranks that train            one that exits with 0 before phase `ending` has failed all the same
-    run_dir       rank 0                      where status.json is, to write there why ranks are started again
+    pulse-RANK    the rank, continuously      phase, step, what it waits for, last progress, a tick: which rank hangs
+    stack-RANK    the rank, on SIGUSR2        the stacks of all threads, if a rank hangs
+    cause-RANK    .json, a rank that fails    its exception: the reason why the others lost a peer
+    to_end        ranks that train            a rank that exits with 0 before phase `ending` counts as failed
+    run_dir       rank 0                      where status.json is, to record the cause of a restart
 
       supervisor                                   rank
         |-- fork, DRUMLINE_ATTEMPT, RANK, ... ------>|  touches to_end, writes run_dir, ticks
         |<------------- pulse-RANK ------------------|
-        |-- SIGTERM: save and stop ----------------->|  exit code 75, all saved
-        |-- SIGUSR2: show your stacks -------------->|  stack-RANK
+        |-- SIGTERM: save and stop ----------------->|  exit code 75, everything saved
+        |-- SIGUSR2: dump stacks ------------------->|  stack-RANK
         |-- SIGKILL, once one has failed or hangs -->|
         |<------------- exit code, cause-RANK.json --|
 
     exit code of a rank        what the supervisor does
     0 in phase `ending`        done, once all ranks are
-    75 (stopped)               ends with 75; starts again where it was a change of hosts that asked for it
-    1, 2, 3, 130              ends with the same: starting again would not help
-    anything else, a signal    names the first cause, writes status.json (`restarting`), starts attempt-N+1
+    75 (stopped)               exits with 75; restarts if a change of hosts was the reason
+    1, 2, 3, 130               exits with the same code: a restart would not help
+    anything else, a signal    reports the first cause, writes status.json (`restarting`), starts attempt-N+1
 
-Ranks that are started again (N > 1) resume from the newest snapshot or checkpoint. Where the user gave --resume_from,
-the run folder's `.resumed` says that it has been followed: it holds for the first attempt only.
+    Restarted ranks (N > 1) resume from the newest snapshot or checkpoint. If the user gave --resume_from, the file
+    `.resumed` in the run folder records that it was followed: it applies to the first attempt only.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from drumline.parallel.heartbeat import ATTEMPT
 
 @dataclass(frozen=True)
 class Attempt:
-    """The names in an attempt's folder, for both sides."""
+    """The file names in an attempt's folder, for both sides."""
 
     folder: Path
 
     @classmethod
     def current(cls) -> Attempt | None:
-        """The attempt that this process is a rank of; None where nobody supervises it."""
+        """The attempt that this process is a rank of; None without a supervisor."""
         folder = os.environ.get(ATTEMPT)
         return None if folder is None else cls(Path(folder))
 
@@ -59,7 +59,7 @@ class Attempt:
         return int(self.folder.name.rpartition("-")[2])
 
     def ranks(self) -> list[int]:
-        """Those that have said something."""
+        """Ranks that have a heartbeat."""
         return sorted(int(path.name.partition("-")[2]) for path in self.folder.glob("pulse-*"))
 
     def pulse(self, rank: int) -> Path:
@@ -80,7 +80,7 @@ class Attempt:
         return self.folder / "run_dir"
 
     def write(self, path: Path, text: str) -> None:
-        """All of a file of this folder at once."""
+        """Write a file of this folder atomically."""
         aside = path.with_name(f"{path.name}.{os.getpid()}")
         aside.write_text(text, encoding="utf-8")
         aside.replace(path)

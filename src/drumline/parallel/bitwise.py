@@ -1,4 +1,4 @@
-"""Gradients summed in one fixed tree: the same bits on any number of ranks."""
+"""Gradients summed in a fixed tree: bitwise identical on any number of ranks."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from drumline.parallel.world import World
 
 
 def fix_arithmetic(device: torch.device) -> None:
-    """Make results independent of the threads a launcher gave us, and of the order in which a GPU's threads add."""
-    torch.set_num_threads(1)  # a matrix product cut over another number of threads rounds differently
+    """Make results independent of the number of CPU threads, and of the order in which GPU threads add."""
+    torch.set_num_threads(1)  # with another number of threads, a matmul rounds differently
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
 
 class Bitwise:
-    """Micro-batches' gradients added in one binary tree over their indices, whoever computed them.
+    """Gradients of micro-batches summed in one binary tree over their indices, whichever rank computed them.
 
-    The tree has a node for every aligned block of 2^k micro-batches. A rank adds up the blocks that lie whole in its
-    share; what is left, at most two blocks of each size, is exchanged so that each rank finishes the tree for a slice
-    of the gradient, and the finished slices are gathered.
+    The tree has a node for every aligned block of 2^k micro-batches. A rank sums the blocks that are entirely in its
+    share; the rest, at most two blocks of each size, is exchanged so that each rank finishes the tree for a slice of
+    the gradient, and the finished slices are gathered.
     """
 
     scale = 1
@@ -40,11 +40,11 @@ class Bitwise:
         self._blocks = [[_span(block) for block in _blocks(share)] for share in shares]
         self._share = shares[world.rank]
         self._tree, self._index = _Tree(), 0
-        world.broadcast([tensor.detach() for tensor in model.state_dict(keep_vars=True).values()])  # as DDP does
+        world.broadcast([tensor.detach() for tensor in model.state_dict(keep_vars=True).values()])  # like DDP
 
     @contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
-        if number == 0:  # a step that failed half-way leaves nothing behind
+        if number == 0:  # discard what an interrupted step left
             self._tree = _Tree()
         self._index = self._share[number]
         for parameter in self._parameters:
@@ -64,7 +64,7 @@ class Bitwise:
         return torch.cat([g.reshape(-1).float() for g in grads] + [loss.reshape(1)])
 
     def _unflatten(self, total: Tensor) -> int:
-        """Gives where the gradients end."""
+        """Returns where the gradients end."""
         start = 0
         for parameter in self._parameters:
             stop = start + parameter.numel()
@@ -73,7 +73,7 @@ class Bitwise:
         return start
 
     def _exchange(self, own: dict[tuple[int, int], Tensor], extras: Tensor) -> Tensor:
-        """Finish the tree over all ranks' blocks; the extras, which any order sums to the same, go with the first."""
+        """Finish the tree over all ranks' blocks; extras, whose sum does not depend on the order, go with the first."""
         if not self._world.is_group:
             return torch.cat((_finish(own), extras))
         size, length = self._world.size, next(iter(own.values())).numel() + extras.numel()
@@ -99,7 +99,7 @@ class Bitwise:
 
 
 class _Tree:
-    """Adds neighbours up as soon as both are there, so that only unpaired blocks are held."""
+    """Adds neighbors as soon as both exist, so that only unpaired blocks are kept."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, int], Tensor] = {}
@@ -116,7 +116,7 @@ class _Tree:
 
 
 def _finish(blocks: dict[tuple[int, int], Tensor]) -> Tensor:
-    """The whole sum: pair up what pairs, then add what stays unpaired from left to right."""
+    """The whole sum: add pairs first, then unpaired blocks from left to right."""
     tree = _Tree()
     for block in sorted(blocks):
         tree.add(block, blocks[block])
@@ -129,14 +129,14 @@ def _finish(blocks: dict[tuple[int, int], Tensor]) -> Tensor:
 
 def _blocks(share: range) -> list[range]:
     """The fewest aligned blocks of 2^k micro-batches that make up a share, in the order that a _Tree leaves them."""
-    found, start = [], share.start
+    blocks, start = [], share.start
     while start < share.stop:
         count = start & -start or 1 << (share.stop - 1).bit_length()
         while start + count > share.stop:
             count //= 2
-        found.append(range(start, start + count))
+        blocks.append(range(start, start + count))
         start += count
-    return found
+    return blocks
 
 
 def _span(block: range) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from drumline.parallel.heartbeat import waiting_for
 from drumline.parallel.strategies import Plain
 from drumline.parallel.world import World
 
-# torch 2.13 gave this argument a new name and warns about the old one, which is all that 2.11 knows.
+# torch 2.13 renamed this argument and warns about the old name, the only one that 2.11 knows.
 _SYNC_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -23,10 +23,10 @@ _SYNC_BUFFERS = next(
 
 
 class Ddp(Plain):
-    """Gradients are summed over the ranks once a step, bucket by bucket, while backward goes on."""
+    """Gradients are all-reduced once per step, bucket by bucket, overlapping with backward."""
 
     def __init__(self, model: nn.Module, plan: BatchPlan, world: World) -> None:
-        self.scale = world.size  # it averages over the ranks, and losses are already shares of the whole step
+        self.scale = world.size  # DDP averages over the ranks, but losses are already parts of the whole step
         self._world, self._last = world, len(plan.share(world.rank, world.size)) - 1
         most = len(plan.share(0, world.size))
         buffers: dict[str, Any] = {
@@ -37,7 +37,7 @@ class Ddp(Plain):
             device_ids=[world.device.index] if world.device.type == "cuda" else None,
             gradient_as_bucket_view=True,
             **buffers,
-            static_graph=most == 1,  # with accumulation the first backward of a step is not synchronised
+            static_graph=most == 1,  # with accumulation, the first backward of a step is not synchronized
         )
         super().__init__(self._ddp)
 

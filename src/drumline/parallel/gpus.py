@@ -1,4 +1,4 @@
-"""This process's GPU: taken before anything else touches CUDA, and what its kind could compute at best."""
+"""This process's GPU, selected before anything else uses CUDA, and its peak FLOP/s."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import torch
 
-# Dense bf16 peak in TFLOP/s from the makers' data sheets, by a part of the name that CUDA reports.
+# Dense bf16 peak in TFLOP/s from the vendors' data sheets, by a part of the name that CUDA reports.
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "H200": 989.0,
@@ -23,7 +23,7 @@ PEAK_TFLOPS = {
 
 
 def take_gpu(local_rank: int) -> torch.device:
-    """The GPU of a rank; a rank that starts on GPU 0 would leave a context of its own there."""
+    """Select the GPU of a rank; otherwise every rank would leave a context on GPU 0."""
     _quicken_pinning()
     gpu = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(gpu)
@@ -31,11 +31,11 @@ def take_gpu(local_rank: int) -> torch.device:
 
 
 def _quicken_pinning() -> None:
-    """Let torch pin memory without holding up the GPU, unless somebody has settled how it allocates.
+    """Let torch pin memory without blocking the GPU, unless the user has configured the allocator.
 
-    The driver takes no launches while it finds and pins gigabytes for the first checkpoint, which cost a run 0.65 s in
-    its first steps. Pages that are there already are pinned in a fraction of that. torch reads this when it first
-    touches CUDA.
+    The driver blocks kernel launches while it allocates and pins gigabytes for the first checkpoint, which cost 0.65 s
+    in the first steps of a run. Pinning pages that already exist takes a fraction of that. torch reads this when it
+    initializes CUDA.
     """
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         wanted = "pinned_use_cuda_host_register:True,pinned_num_register_threads:4"
@@ -43,10 +43,10 @@ def _quicken_pinning() -> None:
 
 
 def peak_of(name: str) -> float | None:
-    """Dense peak in FLOP/s of the GPU that CUDA calls so, None where it is not known."""
+    """Dense peak in FLOP/s of a GPU, by its CUDA name; None if unknown."""
     return next((tflops * 1e12 for part, tflops in PEAK_TFLOPS.items() if part in name), None)
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether a device is an H100, an H200 or their like, which some kernels are made for."""
+    """Whether a device is a Hopper GPU (H100, H200), which some kernels need."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9

@@ -1,7 +1,7 @@
-"""Many ranks: the process group they join, and how they agree on something.
+"""Several ranks: the process group they join, and how they agree on something.
 
-What ranks tell each other before training goes through the rendezvous store as JSON, so that it works before, and
-without, any collective.
+What ranks exchange before training goes through the rendezvous store as JSON, so that it works before, and without,
+any collective.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from drumline.parallel.world import Place, World
 T = TypeVar("T")
 
 _PATIENCE = timedelta(days=1)
-"""How long ranks wait for one that prepares text or reads a checkpoint: the launcher ends them sooner if it dies."""
+"""How long ranks wait for one that tokenizes text or reads a checkpoint: if it dies, the launcher kills them sooner."""
 _GOODBYE = timedelta(seconds=5)
 _LISTENS_S = 5.0
 _LEFT: list[dist.ProcessGroup | None] = []
@@ -41,10 +41,10 @@ _LEFT: list[dist.ProcessGroup | None] = []
 
 @dataclass(frozen=True)
 class Group(World):
-    """All ranks of a process group, as one of them sees it."""
+    """All ranks of a process group, from the view of one of them."""
 
     store: Store
-    """Where ranks leave word for each other."""
+    """The store for messages between ranks."""
     _turn: Iterator[int] = field(default_factory=itertools.count, repr=False)
 
     @property
@@ -55,30 +55,30 @@ class Group(World):
         turn = next(self._turn)
         self.store.set(f"drumline/{turn}/{self.rank}", json.dumps(value))
         keys = [f"drumline/{turn}/{rank}" for rank in range(self.size)]
-        with waiting_for("word from the other ranks"):
+        with waiting_for("messages from the other ranks"):
             self.store.wait(keys, _PATIENCE)
         return [json.loads(self.store.get(key)) for key in keys]
 
     def on_all_ranks(self, work: Callable[[], T]) -> T:
         result, error = _attempt(work)
-        told = self.gather(None if error is None else [socket.gethostname(), error.problem, error.fix])
-        self._raise_first(told, error)
+        problems = self.gather(None if error is None else [socket.gethostname(), error.problem, error.fix])
+        self._raise_first(problems, error)
         return result  # type: ignore[return-value]
 
     def on_rank0(self, work: Callable[[], T]) -> T:
         result, error = _attempt(work) if self.is_rank0 else (None, None)
-        told = self.gather([None if error is None else [socket.gethostname(), error.problem, error.fix], result])
-        self._raise_first([told[0][0]], error)
-        return result if self.is_rank0 else told[0][1]  # type: ignore[return-value]
+        outcomes = self.gather([None if error is None else [socket.gethostname(), error.problem, error.fix], result])
+        self._raise_first([outcomes[0][0]], error)
+        return result if self.is_rank0 else outcomes[0][1]  # type: ignore[return-value]
 
-    def _raise_first(self, told: Sequence[Any], own: DrumlineError | None) -> None:
-        for rank, problem in enumerate(told):
+    def _raise_first(self, problems: Sequence[Any], own: DrumlineError | None) -> None:
+        for rank, problem in enumerate(problems):
             if problem is not None:
                 if self.is_rank0 and own is not None:
                     raise own
-                where = "" if len(told) == 1 else f"rank {rank} on {problem[0]}: "
+                where = "" if len(problems) == 1 else f"rank {rank} on {problem[0]}: "
                 error = DrumlineError(where + problem[1], fix=problem[2])
-                error.told = not self.is_rank0
+                error.reported = not self.is_rank0
                 raise error
 
     def post(self, key: str, value: Any) -> None:
@@ -115,7 +115,7 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, DrumlineError | None]:
 
 
 def join_group(place: Place, device: torch.device, backend: Backend) -> Group:
-    """Join the other ranks; a process that has joined already stays what it is."""
+    """Join the other ranks; a process that has already joined keeps its world."""
     name = check_backend(backend, device)
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.size), LOCAL_RANK=str(place.local_rank))
     os.environ.update(MASTER_ADDR=place.master_addr, MASTER_PORT=str(place.master_port))
@@ -135,17 +135,17 @@ def _rendezvous(place: Place) -> Store:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise ConfigError(
                 f"the rendezvous port {place.master_port} of rank 0 on {socket.gethostname()} is in use",
-                fix="choose a free one: the same MASTER_PORT (or --master_port) on every host",
+                fix="choose a free port: the same MASTER_PORT (or --master_port) on every host",
             ) from None
         raise ConfigError(
             f"rank {place.rank} on {socket.gethostname()} cannot reach rank 0 at {where}: {str(error).splitlines()[0]}",
-            fix=f"start rank 0, and check the address, the firewall and the route: nc -vz {where.replace(':', ' ')}",
+            fix=f"start rank 0, and check address, firewall and route: nc -vz {where.replace(':', ' ')}",
         ) from None
     return store  # type: ignore[no-any-return]
 
 
 def _wait_for_rank_0(place: Place) -> None:
-    """Until it listens, or a moment has passed: torch, refused once, waits half a second before it asks again."""
+    """Wait until it listens, but only for a moment: torch, once refused, waits half a second before it retries."""
     until, pause_s = time.monotonic() + _LISTENS_S, 0.01
     while place.rank > 0 and time.monotonic() < until:
         try:
@@ -153,23 +153,23 @@ def _wait_for_rank_0(place: Place) -> None:
                 return
         except ConnectionRefusedError:
             time.sleep(pause_s)
-            pause_s = min(0.1, 1.5 * pause_s)  # there may be hundreds that ask
+            pause_s = min(0.1, 1.5 * pause_s)  # hundreds of ranks may try
         except OSError:
-            return  # torch will say what is wrong
+            return  # torch will report what is wrong
 
 
 def leave_group() -> None:
-    """Tear the process group down. Rank 0, which may keep the store, goes last: others may still read there."""
+    """Destroy the process group. Rank 0, which may run the store, goes last: others may still be reading."""
     if not dist.is_initialized():
         return
     store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    with contextlib.suppress(RuntimeError):  # a peer that died leaves nothing to say goodbye to
+    with contextlib.suppress(RuntimeError):  # a peer may have died
         if rank > 0:
             store.set(f"drumline/left/{rank}", "")
-        elif isinstance(sys.exc_info()[1], DrumlineError | None):  # after a crash nobody is worth waiting for
+        elif isinstance(sys.exc_info()[1], DrumlineError | None):  # after a crash, do not wait for anyone
             store.wait([f"drumline/left/{other}" for other in range(1, size)], _GOODBYE)
-    # Whoever frees a gloo group holds the interpreter's lock while it joins gloo's threads, and one of them may just
-    # want that lock to let go of the last tensor it reduced. So a group that was left is kept until the process ends.
+    # Freeing a gloo group holds the GIL while it joins gloo's threads, and one of them may need the GIL to release
+    # the last tensor that it reduced. So a group is kept until the process exits.
     _LEFT.append(dist.group.WORLD)
     with contextlib.suppress(RuntimeError):
         dist.destroy_process_group()
@@ -181,6 +181,6 @@ def check_backend(backend: Backend, device: torch.device) -> str:
         return "nccl" if device.type == "cuda" else "gloo"
     if backend == "nccl" and (device.type != "cuda" or not dist.is_nccl_available()):
         raise ConfigError(
-            f"the nccl backend needs CUDA GPUs, and these ranks compute on {device.type}", fix="use --backend gloo"
+            f"the nccl backend needs CUDA GPUs, but these ranks use {device.type}", fix="use --backend gloo"
         )
     return backend

@@ -1,4 +1,4 @@
-"""What a run computes on and with: device, number format, peak speed, memory in use, versions."""
+"""What a run uses: device, dtype, peak FLOP/s, memory, versions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pick_device(wanted: Device) -> torch.device:
 
 
 def pick_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
-    """The format of matrix products. On a CPU `auto` is float32: without AMX, bfloat16 is many times slower there."""
+    """The autocast dtype. On a CPU, `auto` is float32: without AMX, bfloat16 is many times slower there."""
     if wanted == "auto":
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if fast else torch.float32
@@ -35,12 +35,12 @@ def pick_dtype(wanted: Dtype, device: torch.device) -> torch.dtype:
 
 
 def allow_tf32() -> None:
-    """TF32 for the products that stay float32, where the hardware has it: several times faster, 10 bits of mantissa."""
+    """Use TF32 for matmuls that stay float32, if supported: several times faster, with a 10-bit mantissa."""
     torch.set_float32_matmul_precision("high")
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Dense peak in FLOP/s, None where it is not known."""
+    """Dense peak in FLOP/s, None if unknown."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
     from drumline.parallel.gpus import peak_of
@@ -49,7 +49,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory this process has held: on the GPU if it computes there, else resident in RAM."""
+    """Peak memory of this process: on the GPU if it uses one, else resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -57,7 +57,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Written into checkpoints, and compared between ranks."""
+    """Stored in checkpoints, and compared between ranks."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"  # type: ignore[no-untyped-call]
     return {
         "drumline": drumline.__version__,

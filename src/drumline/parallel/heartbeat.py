@@ -1,4 +1,4 @@
-"""What a rank tells its supervisor: what it does, what it waits for. A process without a supervisor says nothing."""
+"""What a rank tells its supervisor: what it does and what it waits for. No effect without a supervisor."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from functools import cache
 from pathlib import Path
 
 ATTEMPT = "DRUMLINE_ATTEMPT"
-"""The variable that holds the folder of the present attempt to run all ranks, see attempt.py."""
+"""The variable with the folder of the current attempt, see attempt.py."""
 
 
 class Pulse:
-    """Of a process that nobody supervises; `supervised.SupervisedPulse` is the same for one that is a rank of ours."""
+    """Of a process without a supervisor; `supervised.SupervisedPulse` is the same for a supervised rank."""
 
     is_supervised = False
-    """Whether a launcher of ours watches this process, and ends it when need be."""
+    """Whether a drumline launcher watches this process."""
 
     @property
     def started_again(self) -> bool:
-        """Whether this process's launcher has started its ranks before."""
+        """Whether this is a restart by the launcher."""
         return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
     def start(self, rank: int) -> None:
-        """Begin to tick, and be ready to show this process's stacks."""
+        """Start ticking, and be ready to dump this process's stacks."""
 
     def promise_an_ending(self) -> None:
-        """Say that these ranks are to train: one that exits before it comes to its end is at fault."""
+        """These ranks train: one that exits before the end of the run has failed."""
 
     def tell_run_dir(self, path: Path) -> None:
-        """Say which run folder rank 0 chose."""
+        """Report the run folder that rank 0 chose."""
 
     def at(self, phase: str, step: int, *, waits_for: str = "") -> None:
-        """Come to a phase with `step` steps done; each call is progress."""
+        """Enter a phase with `step` completed steps; each call counts as progress."""
 
     def still_there(self) -> None:
-        """Progress within a phase that is allowed to take its time."""
+        """Progress within a phase that may take long."""
 
     def waiting_for(self, what: str) -> AbstractContextManager[None]:
-        """Inside, this rank does nothing but wait for the others; of several, the outermost says what for.
+        """Inside, this rank only waits for other ranks; if nested, the outermost text counts.
 
-        After an exception it stays said: who lost its peers was waiting for that. An empty text says that it works.
+        After an exception the text stays: a rank that lost its peers was waiting for that. An empty text: it works.
         """
         return nullcontext()
 
     def stop(self) -> None:
-        """No longer judged: what is left to do may take as long as it likes."""
+        """No longer watched for hangs: what is left to do may take any time."""
 
 
 @cache
@@ -59,10 +59,10 @@ def own_pulse() -> Pulse:
 
 
 def waiting_for(what: str) -> AbstractContextManager[None]:
-    """Say what this rank waits for the others in: `with waiting_for("the sum of the gradients"):`."""
+    """Declare what this rank waits for: `with waiting_for("the sum of the gradients"):`."""
     return own_pulse().waiting_for(what)
 
 
 def working() -> AbstractContextManager[None]:
-    """Within `waiting_for`: work of this rank's own that the others wait for."""
+    """Inside `waiting_for`: work of this rank that the others wait for."""
     return own_pulse().waiting_for("")

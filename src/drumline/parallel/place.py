@@ -1,4 +1,4 @@
-"""Where a process stands among the ranks, from torchrun's variables, which every launcher sets, or from SLURM's."""
+"""The rank of a process, from torchrun's variables, which every launcher sets, or from SLURM's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SLURM_PORTS = range(20000, 30000)
 
 
 def find_place(environ: Mapping[str, str]) -> Place:
-    """This process's place, from the variables its launcher set; a single process where there are none."""
+    """This process's rank from its launcher's variables; a single process if there are none."""
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return Place(
             rank=_number(environ, "RANK"),
@@ -21,7 +21,7 @@ def find_place(environ: Mapping[str, str]) -> Place:
             master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
             master_port=_number(environ, "MASTER_PORT", "29500"),
         )
-    # Only srun sets the number of a step's tasks; a batch script knows how many are to come, and is none of them.
+    # Only srun sets the number of tasks of a step; a batch script has other variables, but is not a rank.
     size = _number(environ, "SLURM_STEP_NUM_TASKS", "1")
     if size > 1:
         hosts = slurm_hosts(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", "localhost")))
@@ -37,7 +37,7 @@ def find_place(environ: Mapping[str, str]) -> Place:
 
 
 def slurm_hosts(names: str) -> list[str]:
-    """SLURM's short form of a host list, written out: "a[1-2,07],b" -> a1 a2 a07 b."""
+    """Expand SLURM's compact host list: "a[1-2,07],b" -> a1 a2 a07 b."""
     hosts = []
     for part in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", names):
         stem, _, inside = part.partition("[")
@@ -54,5 +54,6 @@ def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
         return int(value)
     except ValueError:
         raise ConfigError(
-            f"the variable {name} is {value!r}, not a number", fix=f"unset {name}, or let torchrun or srun set it"
+            f"the environment variable {name} is {value!r}, not a number",
+            fix=f"unset {name}, or let torchrun or srun set it",
         ) from None

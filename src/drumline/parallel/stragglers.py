@@ -1,8 +1,8 @@
-"""Stragglers: each rank's own work of a step, and which rank the others wait for again and again.
+"""Stragglers: each rank's own work in a step, and which rank the others wait for repeatedly.
 
-Ranks go from step to step together, so that a slow one makes all of them slow and nobody's step time tells which it is.
-What does is the time until a rank has nothing left to do but wait. It travels with the loss, so that telling it costs
-no message of its own; rank 0 compares.
+Ranks advance together, so a slow one slows all of them down, and step times do not show which one it is. What does is
+the time until a rank has nothing left to do but wait. It is sent along with the loss, so it costs no extra message;
+rank 0 compares.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from drumline.parallel.heartbeat import Pulse
 from drumline.parallel.world import World
 
 WINDOW = 50
-"""Steps that are judged together."""
+"""Number of steps that are judged together."""
 _WARM_UP = 2
-"""Steps that are not judged: what is compiled or loaded at its first use is no sign of anything."""
+"""Number of first steps that are ignored, because of compilation and other one-time setup."""
 _SLOWER, _MOST_STEPS, _WORTH = 1.15, 0.8, 0.01
-"""A straggler takes this many times as long as the median rank, is slower than it in this share of the steps, and costs
-this share of their time."""
+"""A straggler takes this many times as long as the median rank, is slower than it in this fraction of the steps, and
+costs this fraction of their time."""
 _STILL_SLOWER, _STILL_WORTH = 1.10, 0.005
-"""One that was named is one until it is better than that, so that a rank at the edge is not told of again and again."""
+"""A known straggler stays one until it is better than that, so that a borderline rank is not reported repeatedly."""
 
 
 class Stopwatch:
-    """This rank's own work of a step: data, forward and backward, up to where it can only wait for the other ranks.
+    """This rank's own work in a step: data, forward and backward, until it can only wait for other ranks.
 
-    A GPU runs behind the host, and waiting for it to catch up would cost what is to be saved: there, what is told is
-    the time of the step before.
+    A GPU runs asynchronously, and synchronizing would cost more than it could save: there, the time of the previous
+    step is reported.
     """
 
     def __init__(self, world: World) -> None:
@@ -51,7 +51,7 @@ class Stopwatch:
         self._stopped = False
 
     def start(self, on_wait: Callable[[], None]) -> Stopwatch:
-        """A step begins; `on_wait` is called each time that a backward of it is over."""
+        """Start of a step; `on_wait` is called each time a backward of it ends."""
         self._on_wait, self._began_s = on_wait, time.perf_counter()
         if self._events:
             began, ended = self._events
@@ -62,17 +62,17 @@ class Stopwatch:
         return self
 
     def watch(self, loss: Tensor) -> None:
-        """Stop when backward from this loss is over.
+        """Stop when backward from this loss ends.
 
-        DDP waits for the other ranks at the end of backward, in a callback that its last gradient asks for. The first
-        thing that backward does is to ask for ours, which is therefore called before DDP's.
+        DDP waits for the other ranks at the end of backward, in a callback that its last gradient registers. The first
+        thing that backward does is to register ours, which is therefore called before DDP's.
         """
         loss.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
     def slots(self, like: Tensor, *, filled: bool = True) -> Tensor:
         """float (ranks,) on the device of `like`: the seconds in this rank's slot, if `filled`, and 0 elsewhere.
 
-        The sum over all ranks is every rank's time.
+        The sum over all ranks contains every rank's time.
         """
         slots = like.new_zeros(self._size)
         if filled:
@@ -96,9 +96,9 @@ class Straggler:
     """A rank that the others wait for."""
 
     times_median: float
-    """How long its own work takes, in what it takes the median rank."""
+    """Its own work, relative to the median rank."""
     lost_share: float
-    """Of the time of the steps: how long a rank as fast as the median waited for this one."""
+    """Fraction of step time that a median rank spent waiting for this one."""
 
 
 def find_stragglers(
@@ -112,26 +112,26 @@ def find_stragglers(
 
     works_s:       (steps, ranks) seconds of own work
     steps_s:       (steps,) seconds of the whole step
-    micro_batches: (ranks,) of a step, so that a rank is not blamed for having more to do
-    known:         ranks that were found before, of which less is asked to stay one
+    micro_batches: (ranks,) per step, so that a rank is not blamed for having more work
+    known:         stragglers so far, for which lower thresholds apply
     """
     paces = [[work_s / count for work_s, count in zip(row, micro_batches, strict=True)] for row in works_s]
-    usual = [median_low(row) for row in paces]  # the low one: of two ranks, the slower is measured by the faster
+    usual = [median_low(row) for row in paces]  # low: of two ranks, the slower is compared with the faster
     own = [median(column) for column in zip(*paces, strict=True)]
-    due_s = [pace * max(micro_batches) for pace in usual]  # when all would have done their part at the usual pace
-    found = {}
+    due_s = [pace * max(micro_batches) for pace in usual]  # when all would be done at the median pace
+    stragglers = {}
     for rank, pace in enumerate(own):
         times = pace / median_low(own)
         share = sum(max(0.0, row[rank] - due) for row, due in zip(works_s, due_s, strict=True)) / sum(steps_s)
         steps = sum(row[rank] > each for row, each in zip(paces, usual, strict=True)) / len(paces)
         is_one = times > _SLOWER and steps >= _MOST_STEPS and share >= _WORTH
         if is_one or (rank in known and times > _STILL_SLOWER and share >= _STILL_WORTH):
-            found[rank] = Straggler(times, share)
-    return found
+            stragglers[rank] = Straggler(times, share)
+    return stragglers
 
 
 class Pace:
-    """The work of all ranks as it comes in, step by step; rank 0 says who is a straggler, and when that is over."""
+    """Collects the ranks' work step by step; rank 0 reports stragglers, and when they have recovered."""
 
     def __init__(
         self, world: World, plan: BatchPlan, pulse: Pulse, *, tell: Callable[[str, dict[str, Any]], None]
@@ -146,15 +146,15 @@ class Pace:
         self._named: dict[int, Straggler] = {}
 
     def begin(self, step: int) -> Stopwatch | None:
-        """A step begins: what measures this rank's part of it; None for a single rank, which waits for nobody."""
+        """Start of a step: returns what measures this rank's part of it; None for a single rank."""
         if self._stopwatch is None:
             return None
         self._began_s = time.perf_counter()
         return self._stopwatch.start(partial(self._pulse.at, "exchange", step, waits_for="the sum of the gradients"))
 
     def compare(self, step: int, work_s: Sequence[float]) -> None:
-        """A step is done, `step` of them by now: what each rank's own work took."""
-        if not self._judges or not all(work_s) or not work_s:  # a single rank, or a device that has not told yet
+        """End of a step, `step` of them so far: each rank's own work."""
+        if not self._judges or not all(work_s) or not work_s:  # a single rank, or not measured yet
             return
         if self._left_out < _WARM_UP:
             self._left_out += 1
@@ -166,24 +166,25 @@ class Pace:
             self._works_s, self._steps_s = [], []
 
     def _judge(self, step: int) -> None:
-        found = find_stragglers(self._works_s, self._steps_s, micro_batches=self._micro_batches, known=self._named)
-        for rank, now in found.items():
+        stragglers = find_stragglers(self._works_s, self._steps_s, micro_batches=self._micro_batches, known=self._named)
+        for rank, now in stragglers.items():
             before = self._named.get(rank)
             if before is not None and 0.5 < now.lost_share / before.lost_share < 2.0:
-                found[rank] = before  # what was said still holds
+                stragglers[rank] = before  # already reported
                 continue
             facts = {"times_median": round(now.times_median, 2), "lost_share": round(now.lost_share, 3)}
             self._tell(
-                f"warning: {self._who(rank)} is slow: its part of a step takes {now.times_median:.2f} times as long as "
-                f"the median rank's, and {now.lost_share:.0%} of the last {WINDOW} steps' time was lost waiting for it",
+                f"warning: {self._who(rank)} is a straggler: its part of a step takes {now.times_median:.2f} times as "
+                f"long as the median, and {now.lost_share:.0%} of the time of the last {WINDOW} steps was spent "
+                "waiting for it",
                 {"event": "straggler", "step": step, "rank": rank, "host": self._hosts[rank], **facts},
             )
-        for rank in self._named.keys() - found.keys():
+        for rank in self._named.keys() - stragglers.keys():
             self._tell(
                 f"{self._who(rank)} is as fast as the others again",
                 {"event": "straggler over", "step": step, "rank": rank, "host": self._hosts[rank]},
             )
-        self._named = found
+        self._named = stragglers
 
     def _who(self, rank: int) -> str:
         return f"rank {rank} on {self._hosts[rank]}"

@@ -1,9 +1,9 @@
-"""Strategies: how the gradients of a step's micro-batches, computed here and on other ranks, become one gradient.
+"""Strategies: how the gradients of a step's micro-batches, from this and other ranks, become one gradient.
 
 The step calls `model`, runs each backward inside `micro_batch`, adds each loss, and `finish` leaves the gradient of the
-whole step in `parameter.grad`, the same on every rank. `Plain` is for one process; `ddp.Ddp` lets torch add gradients
-up while backward still runs; `bitwise.Bitwise` adds them in one fixed tree, so that the sum has the same bits on any
-number of ranks. To add a way to train on many ranks, write a class with these names and choose it in `make_strategy`.
+whole step in `parameter.grad`, the same on every rank. `Plain` is for one process; `ddp.Ddp` lets torch reduce
+gradients during backward; `bitwise.Bitwise` sums them in a fixed tree, so that the result is bitwise identical on any
+number of ranks. To add another one, write a class with these methods and choose it in `make_strategy`.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from drumline.parallel.world import World
 
 class Strategy(Protocol):
     model: nn.Module
-    """What the step calls: the model itself, or one that adds gradients up over the ranks in backward."""
+    """What the step calls: the model itself, or a wrapper that reduces gradients in backward."""
     scale: int
-    """What every loss is multiplied with before backward, because the strategy divides by it."""
+    """Every loss is multiplied by this before backward, because the strategy divides by it."""
 
     def micro_batch(self, number: int) -> AbstractContextManager[None]:
-        """Around forward and backward of the `number`-th micro-batch of this rank's share."""
+        """Context of forward and backward of the `number`-th micro-batch of this rank."""
 
     def add(self, loss: Tensor) -> None:
-        """A micro-batch's backward is done; its loss is this share of the step's: float32 ()."""
+        """A micro-batch's backward is done; its loss is this part of the step's: float32 ()."""
 
     def finish(self, extras: Tensor) -> Tensor:
         """Leave the whole step's gradient in every parameter's .grad.
 
-        extras: float32 (n,), to be summed over the ranks: travels with the loss, so that it costs no message of its own
+        extras: float32 (n,), to be summed over the ranks; sent along with the loss, so they cost no extra message
         returns: float32 (1 + n,), the same on every rank: the whole step's loss, then the sums
         """
 
@@ -52,7 +52,7 @@ def make_strategy(model: nn.Module, plan: BatchPlan, world: World, *, bitwise: b
 
 
 class Plain:
-    """One process: backward adds gradients up by itself."""
+    """One process: backward accumulates gradients by itself."""
 
     scale = 1
 
@@ -61,7 +61,7 @@ class Plain:
         self._losses: list[Tensor] = []
 
     def micro_batch(self, number: int) -> AbstractContextManager[None]:
-        if number == 0:  # a step that failed half-way leaves nothing behind
+        if number == 0:  # discard what an interrupted step left
             self._losses = []
         return contextlib.nullcontext()
 

@@ -1,7 +1,7 @@
-"""A supervised rank's signs of life, written where its supervisor reads them.
+"""A supervised rank's heartbeat, written where its supervisor reads it.
 
 One small record: phase, step, what it waits for, when it last made progress, and a tick that a thread renews. An old
-tick means that the process itself stands still; a fresh tick without progress means that its code does. All times are
+tick means that the process itself is frozen; a fresh tick without progress means that its code hangs. All times are
 time.monotonic(), which the processes of one host share.
 """
 
@@ -22,19 +22,19 @@ from drumline.parallel.heartbeat import Pulse
 from drumline.signals import show_stacks
 
 PROGRESS = struct.Struct("=dqq16s64s")
-"""When it last made progress, process id, steps done, phase, what it waits for. A CHECKSUM follows, then the TICK."""
+"""Last progress, process id, completed steps, phase, what it waits for. A CHECKSUM follows, then the TICK."""
 CHECKSUM, TICK = struct.Struct("=I"), struct.Struct("=d")
 TICK_AT = PROGRESS.size + CHECKSUM.size
 _TICK_EVERY_S = 0.1
 
 
 class SupervisedPulse(Pulse):
-    """Of a rank of ours. It neither ticks nor writes a record before `start`."""
+    """Of a supervised rank. It neither ticks nor writes a record before `start`."""
 
     is_supervised = True
 
     def __init__(self, folder: Path) -> None:
-        """folder: of the attempt that this process is a rank of"""
+        """folder: of this rank's attempt"""
         self._attempt = Attempt(folder)
         self._record: mmap.mmap | None = None
         self._ended = threading.Event()

@@ -1,6 +1,6 @@
-"""Who am I, and who else is there: a process's place among the ranks, and how they agree on something.
+"""The rank of a process and its world, and how ranks agree on something.
 
-`World` is a single process: everything it asks of "all ranks" it answers itself. `group.Group` is the same for many.
+`World` is a single process, for which every collective is trivial. `group.Group` is the same for several ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands among all ranks of a run."""
+    """Rank and world size of a process."""
 
     rank: int = 0
     size: int = 1
@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of a run, as one of them sees it; this one is alone."""
+    """All ranks of a run, from the view of one of them; here, the only one."""
 
     place: Place
     device: torch.device
@@ -52,30 +52,30 @@ class World:
 
     @property
     def is_group(self) -> bool:
-        """Whether tensors travel through a process group, be it one of a single rank."""
+        """Whether there is a process group, even with a single rank."""
         return False
 
     def gather(self, value: Any) -> list[Any]:
-        """Everyone's value (anything JSON can hold), by rank; all ranks call it at the same point."""
+        """Every rank's value (any JSON), by rank; all ranks must call it."""
         return [value]
 
     def on_all_ranks(self, work: Callable[[], T]) -> T:
-        """Do the same on every rank; an error of one is raised on all, and told by rank 0 with whose it was."""
+        """Do the same on every rank; an error of one is raised on all, and reported by rank 0 with its rank."""
         return work()
 
     def on_rank0(self, work: Callable[[], T]) -> T:
-        """Do something on rank 0 alone; its result (anything JSON can hold), or its error, is everyone's."""
+        """Do something on rank 0 only; its result (any JSON), or its error, is returned on all ranks."""
         return work()
 
     def post(self, key: str, value: Any) -> None:
-        """Leave word (anything JSON can hold) for whoever asks with `posted`."""
+        """Post a message (any JSON) for `posted`."""
 
     def posted(self, keys: Sequence[str]) -> list[Any] | None:
-        """What was posted under these keys; None as long as one is missing. Does not wait."""
+        """What was posted under these keys; None while one is missing. Does not wait."""
         return None if keys else []
 
     def broadcast(self, tensors: Sequence[Tensor], *, source: int = 0) -> None:
-        """Make everyone's tensors those of one rank."""
+        """Copy one rank's tensors to all ranks."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, on each of them."""
@@ -83,7 +83,7 @@ class World:
 
 
 def own_place() -> Place:
-    """This process's place among the ranks; a single process where no launcher says otherwise."""
+    """This process's rank; a single process if there is no launcher."""
     if not {"RANK", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():
         return Place()
     from drumline.parallel.place import find_place
@@ -92,9 +92,9 @@ def own_place() -> Place:
 
 
 def join(*, device: Device = "auto", backend: Backend = "auto", bitwise: bool = False) -> World:
-    """Take this process's place among the ranks. The group is torn down by `leave`, or when the process ends.
+    """Join the other ranks. The group is destroyed by `leave`, or when the process exits.
 
-    bitwise: also make this process compute the same bits as any other would
+    bitwise: also make computations in this process deterministic
     """
     place = own_place()
     where = pick_device(device)
@@ -114,7 +114,7 @@ def join(*, device: Device = "auto", backend: Backend = "auto", bitwise: bool = 
 
 
 def leave() -> None:
-    """Tear the process group down, where there is one."""
+    """Destroy the process group, if there is one."""
     if "drumline.parallel.group" in sys.modules:
         from drumline.parallel.group import leave_group
 

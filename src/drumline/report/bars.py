@@ -1,4 +1,4 @@
-"""Progress bars, for terminals: of preparing text, and of training."""
+"""Progress bars for terminals: of tokenizing text, and of training."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def training_bar(total_steps: int) -> Progress:
 
 @contextmanager
 def preparing_bars() -> Iterator[Show]:
-    """One bar for each stage; they vanish at the end, when the result is printed."""
+    """One bar per stage; they disappear at the end, when the result is printed."""
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
 
         def show(progress: PrepareProgress, elapsed_s: float) -> None:
             if progress.stage not in tasks:
-                for stage, ended in tasks.items():  # it may have ended before its estimate
+                for stage, ended in tasks.items():  # it may have finished before its estimate
                     bars.update(ended, description=STAGES[stage], total=1, completed=1)
                 tasks[progress.stage] = bars.add_task("", total=None)
             bars.update(

@@ -1,4 +1,4 @@
-"""The picture of a run: its loss curve from metrics.jsonl."""
+"""The loss curve of a run, from metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from drumline.report.records import read_metrics
 
 
 def plot_loss(metrics: Path, out: Path, *, title: str) -> None:
-    """Draw training and held-out loss over the steps."""
+    """Plot training and validation loss over steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -19,7 +19,7 @@ def plot_loss(metrics: Path, out: Path, *, title: str) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5), dpi=110)
     for key, label, style in (
         ("loss", "training", {"lw": 1.0, "alpha": 0.75}),
-        ("valid_loss", "held out", {"lw": 1.5, "marker": "o", "ms": 4}),
+        ("valid_loss", "validation", {"lw": 1.5, "marker": "o", "ms": 4}),
     ):
         points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
         if points:
@@ -32,7 +32,7 @@ def plot_loss(metrics: Path, out: Path, *, title: str) -> None:
 
 
 def save_figure(figure: Any, out: Path) -> None:
-    """Never half written: aside, then renamed."""
+    """Written atomically."""
     from matplotlib import pyplot
 
     for axes in figure.axes:

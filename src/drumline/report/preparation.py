@@ -1,4 +1,4 @@
-"""How far preparing text is, and what it made: a bar on a terminal, a line now and then elsewhere."""
+"""Progress and result of tokenizing: a progress bar on a terminal, an occasional line elsewhere."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from drumline.data import Progress as PrepareProgress
 from drumline.data import ProgressCallback
 from drumline.units import duration
 
-STAGES = {"reading": "reading text", "learning": "learning a vocabulary", "encoding": "encoding"}
+STAGES = {"reading": "reading text", "learning": "training the tokenizer", "encoding": "encoding"}
 _LINE_EVERY_S = 5.0
 
 Show = Callable[[PrepareProgress, float], None]
-"""Called with the progress and the seconds since its stage began."""
+"""Called with the progress and the seconds since its stage started."""
 
 
 @contextmanager
 def preparing() -> Iterator[ProgressCallback]:
-    """A callback that shows how much is done of how much, and when it will end."""
+    """A callback that shows the progress and the remaining time."""
     show_all = _plain_lines
     if sys.stdout and sys.stdout.isatty():
         from drumline.report.bars import preparing_bars as show_all
@@ -36,7 +36,7 @@ def preparing() -> Iterator[ProgressCallback]:
 
 @contextmanager
 def _plain_lines() -> Iterator[Show]:
-    """A line at the beginning of each phase and every few seconds."""
+    """A line at the start of each stage and every few seconds."""
     phase, written_at = "", 0.0
 
     def show(progress: PrepareProgress, elapsed_s: float) -> None:
@@ -51,7 +51,7 @@ def _plain_lines() -> Iterator[Show]:
 
 
 def is_merging(progress: PrepareProgress) -> bool:
-    """Whether all words are counted and pairs are being merged, of which the library reports no progress."""
+    """Whether all words are counted and pairs are being merged, for which the library reports no progress."""
     return progress.stage == "learning" and progress.bytes_done == progress.bytes_total
 
 
@@ -61,7 +61,7 @@ def _phase(progress: PrepareProgress) -> str:
 
 
 def _line(progress: PrepareProgress, elapsed_s: float) -> str:
-    """encoding 312.0 of 604.0 MB, 52%, 1.1 MB/s of text, 4m25s left; without a total: what was done and how fast"""
+    """encoding 312.0 of 604.0 MB, 52%, 1.1 MB/s of text, 4m25s left; without a total: the amount and speed"""
     done, total = progress.bytes_done, progress.bytes_total
     ends = bool(total) and not is_merging(progress)
     percent = [f"{100 * done // total}%"] if total and ends else []

@@ -1,8 +1,8 @@
-"""Records: one per logged step, to the console, metrics.jsonl, train.log and whoever else was asked for.
+"""Records: one per logged step, to the console, metrics.jsonl, train.log and optional trackers.
 
-metrics.jsonl is the truth that every plot reads; all else shows the same record in another form. A sink has
-write(record) and close(); one that fails is dropped with a warning and never stops a run. Nor does a disk that is full,
-read-only or away, or a console that is gone: that is said once, on what still works, and tried again.
+metrics.jsonl is what plots are made from; everything else shows the same records in another form. A sink has
+write(record) and close(); if it fails, it is disabled with a warning and the run continues. The same goes for a disk
+that is full, read-only or unreachable, and for a closed console: this is reported once, where possible, and retried.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Sink(Protocol):
 
 
 class Records:
-    """Hands each record to every sink, and messages for people to those that show them."""
+    """Passes each record to every sink, and messages to those that show them."""
 
     def __init__(self, sinks: Sequence[Sink], *, log: Path | None, silent: bool = False) -> None:
         self._sinks = list(sinks)
@@ -57,11 +57,11 @@ class Records:
                 self._drop(sink, error)
 
     def say(self, message: str) -> None:
-        """A message for people: console and train.log."""
+        """Print a message: console and train.log."""
         self._line(message)
 
     def attempt(self, what: str, write: Callable[[], object]) -> None:
-        """Write something that a run can do without: a disk that refuses is said once, and the run goes on."""
+        """Write something that a run can do without: a disk error is reported once, and the run continues."""
         try:
             write()
         except OSError as error:
@@ -71,7 +71,7 @@ class Records:
 
     @contextmanager
     def showing_progress(self, total_steps: int) -> Iterator[None]:
-        """Inside, records are of a run this long; on a terminal a bar shows how far it is."""
+        """Records inside are of a run of this length; on a terminal, a progress bar is shown."""
         self._total_steps = total_steps
         if sys.stdout.isatty() and not self._silent:
             from drumline.report.bars import training_bar
@@ -86,7 +86,7 @@ class Records:
     def _stop_progress(self) -> None:
         if self._bar is not None:
             bar, self._bar = self._bar, None
-            with suppress(OSError, ValueError):  # the terminal is gone
+            with suppress(OSError, ValueError):  # the terminal is closed
                 bar.stop()
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Records:
                 self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
             elif not self._silent:
                 print(text, flush=True)
-        except (OSError, ValueError) as error:  # ValueError: closed, or of an encoding that lacks a character
+        except (OSError, ValueError) as error:  # ValueError: closed, or an encoding without this character
             self._stop_progress()
             raise OSError(str(error)) from error
 
@@ -123,34 +123,34 @@ class Records:
         if thing in self._failing:
             return
         self._failing[thing] = what
-        text = f"warning: {what} cannot be written ({error.strerror or error}); the run goes on and tries again"
+        text = f"warning: cannot write to {what} ({error.strerror or error}); the run continues and retries"
         if what == _CONSOLE:
             to_stderr(text)
         self._line(text)
 
     def _works(self, thing: object) -> None:
         if thing in self._failing:
-            self._line(f"{self._failing.pop(thing)} can be written again")
+            self._line(f"{self._failing.pop(thing)} is writable again")
 
     def _drop(self, sink: Sink, error: Exception) -> None:
         self._sinks.remove(sink)
-        self._line(f"warning: {type(sink).__name__} failed and gets no more records ({type(error).__name__}: {error})")
+        self._line(f"warning: {type(sink).__name__} failed and is disabled ({type(error).__name__}: {error})")
 
 
 def flush_console() -> None:
-    """Write out what was printed; where nobody can read it any more, or never could, that is all right."""
+    """Flush printed output; ignores a closed console."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
 
 
 def to_stderr(text: str) -> None:
-    with suppress(OSError, ValueError):  # there is nowhere left to say it
+    with suppress(OSError, ValueError):  # there is nowhere left to report it
         print(text, file=sys.stderr, flush=True)
 
 
 def _forget_stdout() -> None:
-    """Let what stdout did not take go nowhere: Python's last try to write it would make a good run exit with 120."""
+    """Discard what stdout did not accept: Python's final flush would make a successful run exit with 120."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
@@ -158,13 +158,13 @@ def _forget_stdout() -> None:
 
 
 class JsonlSink:
-    """metrics.jsonl: one JSON object per line. What the disk refuses is kept for later (PostponedError)."""
+    """metrics.jsonl: one JSON object per line. Lines that cannot be written are kept for later (PostponedError)."""
 
     def __init__(self, path: Path) -> None:
         self._file = LineFile(path)
 
     def write(self, record: Record) -> None:
-        # NaN is not JSON: strict readers would refuse the whole line.
+        # NaN is not valid JSON: strict parsers would reject the line.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         self._file.append(json.dumps(clean))
 
@@ -173,13 +173,13 @@ class JsonlSink:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records of a metrics.jsonl; a last line cut short by a crash is left out."""
+    """All records of a metrics.jsonl; a truncated last line is ignored."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     return [record for line in lines if (record := parsed(line)) is not None]
 
 
 def parsed(line: bytes) -> Record | None:
-    """A line of metrics.jsonl; None where it is not whole."""
+    """A line of metrics.jsonl; None if it is truncated."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -199,7 +199,7 @@ def format_record(record: Record, *, total_steps: int) -> str:
 
 _FORMATS: dict[str, Callable[[Any], str]] = {
     "loss": lambda v: f"loss {v:.4f}",
-    "valid_loss": lambda v: f"held-out loss {v:.4f}",
+    "valid_loss": lambda v: f"validation loss {v:.4f}",
     "perplexity": lambda v: f"perplexity {v:,.2f}",
     "bits_per_byte": lambda v: f"{v:.4f} bits/byte",
     "lr": lambda v: f"lr {v:.2e}",
@@ -213,7 +213,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
 
 
 class Speed:
-    """Steps per second between two records, without the time spent evaluating and saving."""
+    """Steps per second between two records, not counting evaluation and saving."""
 
     def __init__(self, step: int) -> None:
         self._step, self._since = step, time.perf_counter()

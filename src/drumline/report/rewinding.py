@@ -1,4 +1,4 @@
-"""The records of a run that is resumed, cut back to where it goes on."""
+"""Truncates the records of a run to the step that it resumes from."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from drumline.report.records import parsed
 
 
 def forget_after(path: Path, step: int) -> None:
-    """Drop the records of steps that a resumed run will do again, so that none appears twice.
+    """Drop the records of steps that a resumed run will repeat, so that none appears twice.
 
-    Records lie in the order of their steps, so those are the file's end. Cutting it off is done at once or not at all,
-    and needs no room on the disk.
+    Records are in the order of steps, so these are the end of the file. Truncating is atomic and needs no disk space.
     """
     content = path.read_bytes() if path.exists() else b""
     end = kept = 0

@@ -1,4 +1,4 @@
-"""The runs below a folder, one row each."""
+"""The runs in a folder, one row each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from drumline.report.records import read_metrics
 
 
 def list_runs(where: Path) -> Iterator[dict[str, Any]]:
-    """One row per run below a folder: name, state, step, last losses, when it was last heard of."""
+    """One row per run in a folder: name, state, step, last losses, last update."""
     for folder in run_folders(where):
         records, status = read_metrics(folder.metrics), folder.read_status()
         yield {

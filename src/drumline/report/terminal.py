@@ -1,4 +1,4 @@
-"""What the terminal shows beside records: tables of runs and checkpoints."""
+"""Tables of runs and checkpoints for the terminal."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rich.table import Table
 
 from drumline.units import count
 
-if TYPE_CHECKING:  # it has torch, which the other tables do without
+if TYPE_CHECKING:  # imports torch, which the other tables do not need
     from drumline.checkpoint import Listed
 
 
 def print_runs(rows: Sequence[dict[str, Any]], where: Path) -> None:
-    """One line per run."""
+    """One row per run."""
     console = Console()
     if not rows:
-        console.print(f"no runs in {where}; `drumline train` makes one", highlight=False)
+        console.print(f"no runs in {where}; start one with `drumline train`", highlight=False)
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("run", "state", "step", "loss", "held out", "bits/byte", "updated"):
+    for column in ("run", "state", "step", "loss", "validation", "bits/byte", "updated"):
         table.add_column(column, justify="left" if column in ("run", "state", "updated") else "right", no_wrap=True)
     for row in rows:
         losses = (row[key] for key in ("loss", "valid_loss", "bits_per_byte"))
@@ -37,9 +37,9 @@ def print_runs(rows: Sequence[dict[str, Any]], where: Path) -> None:
 
 
 def print_checkpoints(rows: Sequence[Listed]) -> None:
-    """One line per checkpoint."""
+    """One row per checkpoint."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("step", "saved", "size", "held out", "kept because"):
+    for column in ("step", "saved", "size", "validation", "kept because"):
         table.add_column(column, justify="left" if column in ("saved", "kept because") else "right", no_wrap=True)
     for row in rows:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.saved))
@@ -53,7 +53,7 @@ def print_line(text: str) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Text in the first column, figures in the others."""
+    """Text in the first column, numbers in the others."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)

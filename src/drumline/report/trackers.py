@@ -1,4 +1,4 @@
-"""Record sinks beyond the run folder: TensorBoard, Weights & Biases, and the user's own."""
+"""Loggers besides the run folder: TensorBoard, Weights & Biases, and the user's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REACH_TIMEOUT_S = 2.0
 
 
 def open_trackers(records: RecordConfig, folder: RunFolder, *, settings: dict[str, Any]) -> list[Sink]:
-    """The trackers that were asked for."""
+    """The requested trackers."""
     sinks: list[Sink] = []
     if records.tensorboard:
         sinks.append(TensorBoardSink(folder.tensorboard))
@@ -45,7 +45,7 @@ class TensorBoardSink:
         self._writer: Any = None
 
     def write(self, record: Record) -> None:
-        if self._writer is None:  # only now: opening it on a full disk fails, and here that ends this sink alone
+        if self._writer is None:  # opened late: on a full disk this fails, which here only disables this sink
             self._writer = self._open()
         for key, value in numbers(record).items():
             self._writer.add_scalar(key, value, record["step"])
@@ -61,7 +61,7 @@ class WandbSink:
             import wandb
         except ImportError:
             raise MissingExtraError("--use_wandb", extra="wandb") from None
-        # The user's own WANDB_MODE, if set, is for W&B to read.
+        # WANDB_MODE, if the user set it, is read by W&B itself.
         mode = (
             None
             if "WANDB_MODE" in os.environ
@@ -73,7 +73,7 @@ class WandbSink:
             dir=str(path),
             mode=mode,
             config=settings,
-            # No code, no git, no command line (meta): what W&B may know of a run is the config above and its numbers.
+            # No code, git info or command line (meta): W&B only gets the config above and the metrics.
             settings=wandb.Settings(
                 silent=True, disable_code=True, disable_git=True, x_disable_meta=True, init_timeout=30
             ),
@@ -87,7 +87,7 @@ class WandbSink:
 
 
 def wandb_mode(base_url: str, *, has_key: bool) -> Literal["online", "offline"]:
-    """Online only with a key and a server that answers: with a key alone, W&B blocks and then kills the run."""
+    """Online only with a key and a reachable server: with a key alone, W&B blocks and then kills the run."""
     if not has_key:
         return "offline"
     url = urlsplit(base_url)

@@ -1,4 +1,4 @@
-"""A loop put together: its collaborators made in one place and one order on every rank, and closed at the end."""
+"""Builds the loop: creates its collaborators in one place and order on every rank, and closes them at the end."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 
 def _tell(records: Records, journal: Journal, intervals: Intervals, message: str, event: dict[str, Any]) -> None:
-    """To people, if there is a message, and to events.jsonl; only rank 0's records and journal say anything."""
+    """To the user, if there is a message, and to events.jsonl; only on rank 0."""
     if message:
         records.say(message)
     facts = dict(event)
@@ -101,7 +101,7 @@ def _saving(
     try:
         yield saver
     except (TrainingError, ReplicaDriftError):
-        saver.wait()  # every rank raises these at the same step: what is being written is good, and soon whole
+        saver.wait()  # all ranks raise these at the same step: what is being written is valid, and soon complete
         raise
     finally:
         saver.close()
@@ -109,7 +109,7 @@ def _saving(
 
 @contextmanager
 def _failures_named(folder: RunFolder, journal: Journal, intervals: Intervals) -> Iterator[None]:
-    """status.json names the cause of a failure; a start that was refused changes nothing about the run."""
+    """Record the cause of a failure in status.json; a run that was refused at the start stays unchanged."""
     try:
         yield
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Held-out loss, perplexity and bits per byte."""
+"""Validation loss, perplexity and bits per byte."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from drumline.train.step import Objective, Precision, to_device
 @dataclass(frozen=True)
 class Evaluation:
     loss: float
-    """Mean cross entropy of a token, in nats."""
+    """Mean cross entropy per token, in nats."""
     tokens: int
-    """How many tokens were predicted."""
+    """Number of predicted tokens."""
     bits_per_byte: float | None
-    """Bits the model needs for a byte of text, whatever the tokenizer; None where the text's size is not known."""
+    """Bits per byte of text, independent of the tokenizer; None if the size of the text is unknown."""
 
     @property
     def perplexity(self) -> float:
@@ -43,14 +43,14 @@ def evaluate(
     document_mask: bool = False,
     each_batch: Callable[[], None] = lambda: None,
 ) -> Evaluation:
-    """The loss over a token file: all of it, or `windows` sequences spread evenly over it; ranks share the work."""
+    """The loss over a token file: all of it, or `windows` evenly spaced sequences; ranks share the work."""
     total = math.ceil((len(tokens) - 1) / context)
     if total < 1:
-        raise DataError(f"{tokens.path} has {len(tokens)} tokens, too few to predict one", fix="hold out more text")
+        raise DataError(f"{tokens.path} has {len(tokens)} tokens, too few to predict one", fix="use more text")
     chosen = (
         list(range(total)) if windows is None or windows >= total else [i * total // windows for i in range(windows)]
     )
-    # Each rank takes a contiguous part; some may be empty.
+    # Each rank takes a contiguous part, which may be empty.
     bounds = [len(chosen) * rank // world.size for rank in (world.rank, world.rank + 1)]
     chosen = chosen[bounds[0] : bounds[1]]
     was_training = model.training
@@ -70,7 +70,7 @@ def evaluate(
     model.train(was_training)
     dtype = torch.float64 if precision.device.type != "mps" else torch.float32
     own = torch.tensor([nats, counted], dtype=dtype, device=precision.device)
-    with waiting_for("the sum of the held-out losses"):
+    with waiting_for("the sum of the validation losses"):
         nats, counted = world.sum(own).tolist()
     loss = nats / counted
     bits = loss / math.log(2) * len(tokens) / tokens.text_bytes if tokens.text_bytes else None

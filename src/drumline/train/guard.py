@@ -1,6 +1,6 @@
-"""Guards the numbers of a run: losses that are not finite, losses that leap, and replicas that drift apart.
+"""Checks the loss and gradient of each step: NaN and Inf, loss spikes, and replicas whose weights differ.
 
-Every rank sees the same loss and gradient norm, so every rank comes to the same judgement without asking.
+Every rank sees the same loss and gradient norm, so all ranks decide the same without communication.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from drumline.parallel import World
 from drumline.train.step import Precision, StepResult
 
 _REMEMBERED, _ENOUGH = 64, 16
-"""Losses whose median a leap is measured by, and how many there must be."""
+"""Number of recent losses whose median defines a spike, and how many there must be."""
 
 
 class ReplicaDriftError(RunLostError):
-    """A rank whose weights are no longer those of the others. Started again from a checkpoint, it has them again."""
+    """A rank whose weights differ from the others'. A restart from a checkpoint makes them equal again."""
 
     exit_code = EXIT_CRASHED
 
@@ -38,13 +38,13 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class GuardRules:
-    """What to do about numbers that are wrong."""
+    """What to do about NaN, Inf and loss spikes."""
 
     on_nonfinite: OnNonfinite = "skip"
     max_nonfinite: int = 5
-    """Skipped steps in a row before the run ends."""
+    """Number of consecutive skipped steps before the run fails."""
     spike_factor: float | None = None
-    """A loss this many times the median of the last ones goes back to a checkpoint; None: never."""
+    """Roll back if the loss exceeds this many times the recent median; None: never."""
     max_rollbacks: int = 5
 
     @property
@@ -53,7 +53,7 @@ class GuardRules:
 
 
 class Guard:
-    """Judges each step of one run."""
+    """Judges each step of a run."""
 
     def __init__(
         self,
@@ -68,15 +68,15 @@ class Guard:
         self.world, self.batches, self.tell = world, batches, tell
         self._precision = precision
         self.losses: deque[float] = deque(maxlen=_REMEMBERED)
-        """Of the last steps, if leaps are watched for; checkpoints have them, so that a resumed run judges alike."""
+        """Losses of recent steps, if spikes are detected; in checkpoints, so that a resumed run decides the same."""
         self.tried_again = False
-        """Whether the present step is one that was not finite and is computed again."""
+        """Whether the current step had NaN or Inf and is being recomputed."""
         self.in_a_row = 0
         """Skipped steps since the last good one."""
         self.skipped_steps = 0
 
     def judge(self, step: int, data_step: int, result: StepResult, *, rollbacks: int) -> Verdict:
-        """step: counted from 0; data_step: whose data it took; rollbacks: how many the run has behind it"""
+        """step: counted from 0; data_step: the step whose data it used; rollbacks: number so far"""
         if self._finite(result) and not self.tried_again and not self._leaps(result.loss):
             self.in_a_row = 0
             if self.rules.spike_factor is not None:
@@ -88,7 +88,7 @@ class Guard:
 
     def _finite(self, result: StepResult) -> bool:
         scaler = self._precision.scaler
-        # An overflow while float16's scaler looks for its scale is its way of working, not a fault.
+        # Overflows are part of how float16's loss scaler finds its scale, not a fault.
         searching = math.isfinite(result.loss) and scaler.is_enabled() and scaler.get_scale() >= 1.0
         return result.updated or searching
 

@@ -1,4 +1,4 @@
-"""What a run has behind it: where it starts, what a checkpoint says of it, and how it goes back to one."""
+"""Where a run starts, what its checkpoints record, and rollbacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class History:
-    """Restores a run's state, and writes down what is saved of it."""
+    """Restores a run's state, and records what is saved."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class History:
         journal: Journal,
         tell: Callable[[str, dict[str, Any]], None],
     ) -> None:
-        """tell: (message, event) for people and events.jsonl"""
+        """tell: (message, event) for the user and events.jsonl"""
         self._setup, self._intervals, self._facts = setup, intervals, setup.all_facts()
         self._folder, self._world, self._step = setup.folder, setup.world, setup.step
         self._guard, self._saver, self._snapshots = guard, saver, snapshots
@@ -48,7 +48,7 @@ class History:
         return len(self._detours)
 
     def begin(self) -> int:
-        """The step to go on with."""
+        """The step to continue with."""
         state = self._restore(self._setup.resume_from)
         step = state.step if state else 0
         self._detours = state.detours if state else []
@@ -57,7 +57,7 @@ class History:
         if self._world.on_rank0(self._folder.checkpoint(step).exists):
             self._saver.saved_step = step
         elif self._setup.resume_from != "auto" or (step == 0 and self._guard.rules.may_go_back):
-            self._saver.save(self.state(step))  # should the run break before its next save, it finds its own way back
+            self._saver.save(self.state(step))  # so that a restart before the next save finds this run's own checkpoint
         self.status("running", step)
         return step
 
@@ -75,18 +75,18 @@ class History:
         self._journal.status(state, step=step, total_steps=self._intervals.total_steps, **more)
 
     def data_step(self, step: int) -> int:
-        """Whose data a step takes: its own, but for what rollbacks have left out."""
+        """The step whose data is used: its own, unless rollbacks skipped data."""
         return step + sum(left_out for since, left_out in self._detours if since <= step)
 
     def go_back(self, step: int) -> int:
-        """To the newest checkpoint, and from there on without the data of the steps since."""
+        """Return to the newest checkpoint, and skip the data of the steps since."""
         from drumline.train.trouble import rolled_back, step_to_go_back_to
 
         self._saver.wait()
         self._saver.forget_snapshots()
         where = partial(step_to_go_back_to, self._folder, self._intervals.save_every, warn=self._records.say)
         state = self._restore(self._world.on_rank0(where))
-        assert state is not None  # a run that may go back saves before its first step
+        assert state is not None  # a run that may roll back saves before its first step
         self._saver.saved_step = state.step
         left_out = self.data_step(step) + 1 - self.data_step(state.step)
         self._detours.append([state.step, left_out])
@@ -96,7 +96,7 @@ class History:
     def _restore(self, resume_from: str) -> RunState | None:
         state = None
         if has_begun(resume_from, self._folder, self._world, self._snapshots):
-            from drumline.checkpoint import resume  # a new run does without it
+            from drumline.checkpoint import resume  # not needed by a new run
 
             state = resume(
                 resume_from,
@@ -121,7 +121,7 @@ class History:
         return state
 
     def running_statistics(self) -> list[torch.Tensor]:
-        """Copies of what a forward changes: batch norm's running means, and the like."""
+        """Copies of buffers that forward changes, such as BatchNorm's running averages."""
         return [self._step.model.get_buffer(name).clone() for name in self._statistics]
 
     def put_back(self, statistics: list[torch.Tensor]) -> None:
@@ -129,6 +129,6 @@ class History:
             self._step.model.get_buffer(name).copy_(value)
 
     def share_statistics(self) -> None:
-        """Each rank has statistics of its own data until the next forward, where DDP takes rank 0's; so do we."""
-        with waiting_for("rank 0's statistics"):
+        """Each rank has its own statistics until the next forward, when DDP broadcasts rank 0's; so do we."""
+        with waiting_for("rank 0's buffers"):
             self._world.broadcast([self._step.model.get_buffer(name) for name in self._statistics])

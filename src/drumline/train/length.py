@@ -1,4 +1,4 @@
-"""The length of a run in steps, where it is given as --epochs or --minutes."""
+"""The length of a run in steps, from --epochs or --minutes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from drumline.train.setup import Setup
 Trial = tuple[Setup, Callable[[Pulse], Record] | None]
 _TRIAL_S, _WARM_UPS, _FEWEST = 4.0, 2, 3
 _EVALUATIONS = 11
-"""One in each tenth of a run, and about as much again for what is shown at its end."""
+"""One per tenth of the run, and about as much again for what happens at its end."""
 
 
 def steps_in_epochs(config: TrainConfig, batches: Batches) -> int:
@@ -29,9 +29,9 @@ def steps_in_epochs(config: TrainConfig, batches: Batches) -> int:
 
 
 def steps_in_minutes(minutes: float, folder: RunFolder, world: World, trial: Callable[[], Trial]) -> int:
-    """As many as this machine does in that time. A run that goes on keeps the number that was chosen when it began.
+    """The number of steps that this machine can do in that time. A resumed run keeps the number from its start.
 
-    trial: a setup to measure with; its weights change, so it is not the one to train with
+    trial: a setup to measure with; its weights change, so it is not the one to train
     """
     chosen: int | None = world.on_rank0(lambda: folder.read_status().get("total_steps"))
     return chosen or _measured(minutes, *trial())
@@ -51,7 +51,7 @@ def _measured(minutes: float, setup: Setup, evaluate: Callable[[Pulse], Record] 
 
 
 def _trial_steps(began_s: float, setup: Setup) -> Iterator[int]:
-    """As many as fit into a few seconds on rank 0, and at least a few."""
+    """As many as fit in a few seconds on rank 0, but at least a few."""
     for step in itertools.count():
         enough = step >= _WARM_UPS + _FEWEST and time.perf_counter() - began_s > _TRIAL_S
         if setup.world.on_rank0(lambda enough=enough: enough):  # type: ignore[misc]

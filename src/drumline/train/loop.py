@@ -1,7 +1,7 @@
-"""The training loop. There is only one: GPT pretraining and any other model on any dataset go through it.
+"""The training loop. There is only one, for GPT pretraining and for any other model on any dataset.
 
-It knows steps and when something is due. What a step computes is in step.py, where a run starts and goes back to in
-history.py, what is done about wrong numbers in guard.py, and who puts all of it together in assembly.py.
+It knows steps and when something is due. What a step computes is in step.py, resuming and rollbacks in history.py, the
+handling of NaN, Inf and loss spikes in guard.py, and assembly.py builds all of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _TIMED, _LONG_S = 4, 60.0
-"""Steps after which a run says how long it will take, if that is long."""
+"""Number of steps after which a long run prints its estimated duration."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class FitResult:
     """finished, or stopped (by a signal, with everything saved)."""
     step: int
     loss: float
-    """Of the last step; NaN when there was none left to do."""
+    """Loss of the last step; NaN if there was none left to do."""
     weights_sha256: str
-    """Fingerprint of the weights: two runs that have the same number are the same run."""
+    """Hash of the weights: runs with the same hash have bitwise identical weights."""
 
 
 @dataclass(kw_only=True)
 class Loop:
-    """Takes a run from where it is to its end; `assembly.assembled` makes one.
+    """Takes a run from its current step to its end; made by `assembly.assembled`.
 
-    What step k sees and draws depends on the seed and k alone, so a run that was stopped goes on as if it had not been.
+    The data and random numbers of step k depend on the seed and k alone, so a resumed run is as if never stopped.
     """
 
     setup: Setup
@@ -61,11 +61,11 @@ class Loop:
     records: Records
     pulse: Pulse
     pace: Pace | None
-    """Compares the ranks' times; None for a single rank, which waits for nobody."""
+    """Compares the ranks' times; None for a single rank."""
     stop: threading.Event
     """Set when this process is asked to stop."""
     compare_replicas: Callable[[int], None] | None
-    """Raises where the ranks no longer have the same weights; None for a single rank."""
+    """Raises if the ranks' weights differ; None for a single rank."""
     evaluate: Callable[[], Record] | None
     _ahead: dict[int, Gradient] = field(default_factory=dict, init=False)
     _warm: bool = field(default=False, init=False)
@@ -86,11 +86,11 @@ class Loop:
             if self.intervals.logs(step):
                 self.records.write(self._record(step, result, speed))
             if step == first + 1:
-                speed = Speed(step)  # what is compiled or loaded at its first use says nothing of the rest
+                speed = Speed(step)  # the first steps include compilation and other setup
             saves = self.intervals.saves(step) or result.save
             evaluates = self.evaluate is not None and self.intervals.evaluates(step)
             if saves or evaluates or self.intervals.snapshots(step) or self.intervals.compares(step):
-                self._wait_for_device()  # what it computes ahead is no part of the pause
+                self._wait_for_device()  # work that is still queued on the device is not part of the pause
                 with speed.paused():
                     self._look_up(step, evaluates=evaluates, saves=saves)
             self.saver.poll()
@@ -108,8 +108,8 @@ class Loop:
         self._ahead.clear()
         read = setup.step.update(gradient, lr=setup.lr(step) if setup.lr else None)
         if setup.step.backward.runs_ahead and step + 1 < self.intervals.total_steps and not stop:
-            # The device goes from this step to the next without a pause; one that was in vain is computed again.
-            with suppress(Exception):  # it will be raised where that step is due, with this one safe
+            # Start the next step before reading this one's loss: the device never idles. If in vain, it is recomputed.
+            with suppress(Exception):  # it will be raised again when that step is due, with this one complete
                 self._ahead[step + 1] = self._gradient(step + 1, stop=False, save=False)
         result = read()
         result = replace(result, stop=result.stop or stop, save=result.save or save)
@@ -128,17 +128,17 @@ class Loop:
         self.setup.step.model.train()
         for index in batches.plan.share(world.rank, world.size):
             self.pulse.at("data", step)
-            # Every random draw of a micro-batch, its data's and its dropout's, is keyed by where it stands in the run.
+            # All random numbers of a micro-batch, for data and dropout, are keyed by its position in the run.
             torch.manual_seed(mix(self.setup.seed, data_step, index))
             batch = batches.micro_batch(data_step, index)
-            # What is compiled or loaded at its first use may take its time.
+            # Compiling or loading something on first use may take long.
             self.pulse.at("compute" if self._warm else "compiling", step)
             yield batch
         self.pulse.at("exchange" if self._warm else "compiling", step)
         self._warm = True
 
     def _judged(self, step: int, result: StepResult) -> int | None:
-        """Where to go on instead of the next step; None: the step is done."""
+        """The step to continue with instead of the next one; None: the step is done."""
         data_step = self.history.data_step(step)
         verdict = self.guard.judge(step, data_step, result, rollbacks=self.history.rollbacks)
         if verdict is Verdict.AGAIN:
@@ -157,7 +157,7 @@ class Loop:
             self.records.write({"step": step, **held_out})
         snapshots = self.intervals.snapshots(step)
         if self.compare_replicas and (saves or snapshots or self.intervals.compares(step)):
-            self.compare_replicas(step)  # a replica that drifted must not get into a checkpoint
+            self.compare_replicas(step)  # a replica with different weights must not get into a checkpoint
         if saves:
             self.pulse.at("save", step)
             self.saver.save(self.history.state(step, held_out.get("valid_loss")))

@@ -1,4 +1,4 @@
-"""From a TrainConfig to a finished run: prepare the text, build the model, train, show what it learned."""
+"""From a TrainConfig to a finished run: tokenize the text, build the model, train, and show the results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from drumline.train.summary import conclude, introduction
 
 
 def pretrain(config: TrainConfig, *, progress: ProgressCallback | None = None) -> FitResult:
-    """Train as the config says, in its run folder, from wherever that run is; every rank calls this."""
+    """Train according to the config, in its run folder, resuming if the run exists; all ranks call this."""
     own_pulse().promise_an_ending()
     world = join(device=config.run.device, backend=config.ranks.backend, bitwise=config.ranks.bitwise)
     try:
@@ -90,7 +90,7 @@ def _open_data(config: TrainConfig, world: World, progress: ProgressCallback | N
 
 
 def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
-    """With the preset's settings; refuses what cannot work before any text is prepared."""
+    """The resolved config; refuses what cannot work before any text is tokenized."""
     config = resolved(config)
     if config.model.model != "gpt":
         from drumline.model import checked_plugin
@@ -106,7 +106,7 @@ def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
 
 
 def _stored(folder: RunFolder, world: World) -> TrainConfig | None:
-    """What the run was started with, as rank 0 finds it: other hosts may not see the folder."""
+    """The config that the run was started with, as rank 0 finds it: other hosts may not see the folder."""
     if not world.on_rank0(folder.config.exists):
         return None
     from drumline.config import from_settings, read_settings
@@ -115,14 +115,14 @@ def _stored(folder: RunFolder, world: World) -> TrainConfig | None:
 
 
 def _settled(config: TrainConfig, folder: RunFolder, stored: TrainConfig | None, world: World) -> TrainConfig:
-    """The config with what only the run folder can tell: the size of a step, and the folder itself."""
+    """The config with what only the run folder determines: the batch size of a step, and the folder itself."""
     batch = config.batch
     if stored is not None:
         from drumline.config import with_stored_batch
 
         batch = with_stored_batch(batch, stored.batch)
     plan = plan_batches(batch, default_batch_size=preset(config.model.preset).batch_size, world_size=world.size)
-    plan.share(world.rank, world.size)  # refuses more ranks than micro-batches
+    plan.share(world.rank, world.size)  # raises if there are more ranks than micro-batches
     batch = replace(
         batch, batch_size=plan.micro_batch_size, global_batch_size=plan.sequences, gradient_accumulation_steps=None
     )
@@ -150,7 +150,7 @@ def _total_steps(config: TrainConfig, folder: RunFolder, data: Data, world: Worl
 
 
 def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: World) -> Records:
-    """Rank 0 writes the run's files and tells people; the others are silent."""
+    """Rank 0 writes the run's files and prints; the other ranks are silent."""
     if not world.is_rank0:
         return Records([], log=None, silent=True)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
         sinks += open_trackers(config.records, folder, settings=asdict(config))
     records = Records(sinks, log=folder.log)
     stored = to_toml(replace(config, run=replace(config.run, resume_from="auto", allow_change=())))
-    if not folder.config.exists():  # a run that cannot even begin is not worth going on with
+    if not folder.config.exists():  # a run that could not even start is not worth resuming
         if data.tokenizer is not None:
             data.tokenizer.save(folder.tokenizer)
         replace_text(folder.config, stored)
@@ -219,7 +219,7 @@ def _setup(
 
 
 def _flops(model: nn.Module, batches: TokenBatches, step: int) -> float:
-    """Of one sequence."""
+    """FLOPs per sequence."""
     from drumline.model import flops_per_token
 
     return flops_per_token(model, context=batches.context_of(step)) * batches.tokens_per_item
@@ -257,7 +257,7 @@ def _intervals(config: TrainConfig, *, total_steps: int) -> Intervals:
     run = config.run
     tenth = max(1, total_steps // 10)
     save_every = run.save_every or tenth
-    # Copies in memory are for ranks that are started again; a process that nobody starts again leaves none behind.
+    # Snapshots are for ranks that a supervisor restarts; a process without one leaves none behind.
     restarted = own_pulse().is_supervised or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     snapshot_every = max(1, save_every // 10) if restarted else 0
     return Intervals(

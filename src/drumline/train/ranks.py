@@ -1,4 +1,4 @@
-"""What only several ranks do: read the data in turn, agree that they train the same run, and compare themselves."""
+"""What only several ranks do: prepare the data in turn, check that they train the same run, and compare themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 
 def open_in_turn(config: TrainConfig, world: World, progress: ProgressCallback | None) -> Data:
-    """Rank 0 prepares the text, then one rank of each other host, which may have its own disk; then all read it."""
+    """Rank 0 tokenizes the text, then one rank of each other host, which may have its own disk; then all read it."""
     own = world.place.local_rank == 0
     first = world.on_all_ranks(lambda: open_data(config, progress=progress) if world.is_rank0 else None)
     second = world.on_all_ranks(lambda: open_data(config) if own and not world.is_rank0 else None)
@@ -27,7 +27,7 @@ def open_in_turn(config: TrainConfig, world: World, progress: ProgressCallback |
 
 
 def agree(world: World, config: TrainConfig, data: Data, model: nn.Module, *, facts: dict[str, Any]) -> None:
-    """Refuse to train where a rank has other versions, settings, data or first weights than the others."""
+    """Refuse to train if versions, settings, data or initial weights differ between ranks."""
     origins = {
         "tokenizer": data.tokenizer.sha256 if data.tokenizer else None,
         "valid_data": data.valid and (data.valid.sha256 or len(data.valid)),
@@ -42,7 +42,7 @@ def measured_pace(setup: Setup, pulse: Pulse, tell: Tell) -> Pace:
 
 
 def comparison(setup: Setup, history: History, tell: Tell) -> Callable[[int], None]:
-    """What raises where the ranks no longer have the same weights."""
+    """Raises if the ranks' weights differ."""
 
     def compare_weights(step: int) -> None:
         history.share_statistics()

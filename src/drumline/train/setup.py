@@ -1,4 +1,4 @@
-"""What a run consists of, and when something is due in it."""
+"""What a run consists of, and its intervals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from drumline.train.step import Step
 
 @dataclass(kw_only=True)
 class Setup:
-    """What a run consists of, before it has a length."""
+    """What a run consists of, before its length is known."""
 
     folder: RunFolder
     world: World
@@ -25,17 +25,17 @@ class Setup:
     batches: Batches
     seed: int
     lr: Callable[[int], float] | None = None
-    """The learning rate of each step; None leaves the optimizer's own alone."""
+    """Learning rate by step; None: leave the optimizer's own."""
     resume_from: str = "auto"
     allow_change: Sequence[str] = ()
     retention: Retention = field(default_factory=Retention)
     guard_rules: GuardRules = field(default_factory=GuardRules)
     facts: dict[str, Any] = field(default_factory=dict)
-    """What must not change while a run goes on, beside what every run has."""
+    """What must not change when a run is resumed, besides what every run has."""
     config_sha256: str = ""
-    """Of the settings, for the checkpoints' manifests."""
+    """Hash of the config, for the checkpoints' manifests."""
     flops_per_item: Callable[[int], float] | None = None
-    """Of each step, for MFU."""
+    """FLOPs per step, for MFU."""
 
     def all_facts(self) -> dict[str, Any]:
         plan = self.batches.plan
@@ -50,17 +50,17 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Intervals:
-    """The length of a run and the steps between what happens in it; `step` counts from 1."""
+    """The length of a run and its intervals in steps; `step` counts from 1."""
 
     total_steps: int
     log_every: int = 10
     eval_every: int
     save_every: Fraction
-    """May be a fraction, as of an epoch: due at the first step that reaches a multiple of it."""
+    """May be fractional, as in epochs: due at the first step that reaches a multiple."""
     snapshot_every: int = 0
-    """Copies of the run in memory; 0: none."""
+    """Steps between in-memory snapshots; 0: none."""
     compare_every: int = 0
-    """Comparisons of the ranks' weights, beside those before each save; 0: none."""
+    """Steps between comparisons of the ranks' weights, besides those before each save; 0: none."""
 
     def logs(self, step: int) -> bool:
         return due(step, Fraction(self.log_every), self.total_steps)
@@ -79,5 +79,5 @@ class Intervals:
 
 
 def due(step: int, every: Fraction, last: int) -> bool:
-    """Whether `step`, counted from 1, is the first to reach a multiple of `every`, or the last."""
+    """Whether `step`, counted from 1, is the first to reach a multiple of `every`, or the last step."""
     return step == last or step // every > (step - 1) // every

@@ -1,6 +1,6 @@
-"""One optimizer step: micro-batches in, updated weights and numbers out. No I/O.
+"""One optimizer step: micro-batches in, updated weights and metrics out. No I/O.
 
-`Backward` is forward and backward of a micro-batch, a `parallel.Strategy` adds gradients up, `Step` is the whole. The
+`Backward` is forward and backward of a micro-batch, a `parallel.Strategy` sums the gradients, `Step` is the whole. The
 loop, the benchmarks and the tests all run this one.
 """
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from drumline.parallel import Stopwatch, Strategy
 
 Objective = Callable[[nn.Module, Any], Tensor]
-"""(model, micro-batch on the device) -> the loss SUMMED over what counts in it: tokens, or samples."""
+"""(model, micro-batch on the device) -> the loss SUMMED over its tokens, or samples."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The number format of matrix products, and float16's loss scaler."""
+    """Autocast dtype, and float16's loss scaler."""
 
     device: torch.device
     dtype: torch.dtype
@@ -55,14 +55,14 @@ class Backward:
     objective: Objective
     precision: Precision
     weight: int
-    """What the whole step counts: its tokens, or its samples."""
+    """Number of tokens, or samples, in the whole step."""
     scale: int = 1
     """As Strategy.scale."""
     runs_ahead: ClassVar[bool] = False
-    """Whether a step's gradient is to be started before the numbers of the step before it are read."""
+    """Whether the next step's gradient may be started before the metrics of this step are read."""
 
     def __call__(self, model: nn.Module, batch: Any, watch: Stopwatch | None = None) -> Tensor:
-        """The micro-batch's share of the step's loss, float32 (), after backward has run."""
+        """The micro-batch's part of the step's loss, float32 (), after backward."""
         loss = self.loss(model, to_device(batch, self.precision.device))
         scaled = self.precision.scaler.scale(loss * self.scale)
         if watch is not None:
@@ -71,7 +71,7 @@ class Backward:
         return loss.detach().float()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Forward alone; the batch is on the device."""
+        """Forward only; the batch is on the device."""
         with self.precision.autocast():
             return self.objective(model, batch) / self.weight
 
@@ -79,33 +79,33 @@ class Backward:
 @dataclass(frozen=True)
 class StepResult:
     loss: float
-    """Mean over everything that counts in the step, before the update."""
+    """Mean over all tokens or samples of the step, before the update."""
     grad_norm: float
     """Of the whole gradient, before clipping."""
     updated: bool
-    """False: the loss or the gradient was not finite, and the weights are as before."""
+    """False: the loss or the gradient had NaN or Inf, and the weights are unchanged."""
     own_loss: float
-    """This rank's share of the loss: where the loss is not finite, it tells whose it was."""
+    """This rank's part of the loss, to find out where a NaN came from."""
     stop: bool
-    """Whether any rank was asked to stop; every rank sees the same."""
+    """Whether any rank was asked to stop; the same on all ranks."""
     save: bool
-    """Whether any rank wants a checkpoint of this step; every rank sees the same."""
+    """Whether any rank wants a checkpoint of this step; the same on all ranks."""
     work_s: tuple[float, ...] = ()
-    """What each rank's own work took, if it was measured; every rank sees the same."""
+    """Seconds of each rank's own work, if measured; the same on all ranks."""
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of a step is in every parameter's .grad; this is what came with it."""
+    """What comes with the gradient of a step, which is in every parameter's .grad."""
 
     totals: Tensor
-    """As Strategy.finish gives them: loss, votes to stop and to save, each rank's time."""
+    """From Strategy.finish: loss, votes to stop and to save, each rank's time."""
     own_loss: Tensor
 
 
 @dataclass
 class Step:
-    """What one optimizer step computes, in two halves: the gradient, and the update by it."""
+    """One optimizer step, in two halves: gradient and update."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -113,28 +113,28 @@ class Step:
     backward: Backward
     precision: Precision
     grad_clip: float = 0.0
-    """Largest norm of the gradient; 0: as it is."""
+    """Maximum gradient norm; 0: no clipping."""
 
     def gradient(
         self, micro_batches: Iterable[Any], *, stop: bool = False, save: bool = False, watch: Stopwatch | None = None
     ) -> Gradient:
-        """Add up the gradient over this rank's micro-batches and over the ranks, with what each votes for."""
+        """Sum the gradient over this rank's micro-batches and over the ranks, along with the votes."""
         self.optimizer.zero_grad(set_to_none=True)
         losses = []
         for number, batch in enumerate(micro_batches):
             with self.strategy.micro_batch(number):
                 losses.append(self.backward(self.strategy.model, batch, watch))
             self.strategy.add(losses[-1])
-        # Made on the device: a copy from the host would wait until backward has ended, then the device for the host.
+        # Created on the device: a copy from the host would wait for backward, and then the device for the host.
         extras = [losses[0].new_full((1,), float(vote)) for vote in (stop, save)]
         totals = self.strategy.finish(torch.cat(extras if watch is None else [*extras, watch.slots(losses[0])]))
         self.precision.scaler.unscale_(self.optimizer)
         return Gradient(totals, torch.stack(losses).sum())
 
     def update(self, gradient: Gradient, *, lr: float | None) -> Callable[[], StepResult]:
-        """Clip and update. The result waits for the step's numbers, but not for what the device is given next.
+        """Clip and update. The result waits for the step's metrics, but not for work queued on the device later.
 
-        lr: of this step, times each group's own "lr_ratio"; None leaves the optimizer's alone
+        lr: of this step, times each group's "lr_ratio"; None: leave the optimizer's own
         """
         scaler, optimizer = self.precision.scaler, self.optimizer
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -157,7 +157,7 @@ class Step:
 
 
 def _may_update_unread(numbers: Tensor, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the device can go on to the update while the host waits for the numbers; a CPU is the host."""
+    """Whether the device can start the update while the host waits for the metrics; on a CPU it cannot."""
     return numbers.is_cuda and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
@@ -177,7 +177,7 @@ def _result(numbers: list[float]) -> StepResult:
 def to_device(batch: Any, device: torch.device) -> Any:
     """A batch of nested tuples, lists and dicts with every tensor on the device."""
     if isinstance(batch, Tensor):
-        # Only from pinned memory is a copy to a GPU not waited for.
+        # Only copies from pinned memory to a GPU are asynchronous.
         pinned = batch.pin_memory() if device.type == "cuda" and not batch.is_cuda else batch
         return pinned.to(device, non_blocking=True)
     if isinstance(batch, dict):

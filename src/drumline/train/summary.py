@@ -1,4 +1,4 @@
-"""What a run says at its start and at its end."""
+"""What a run prints at its start and at its end."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SAMPLE_TOKENS = 120
 def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: int) -> list[str]:
     batches, plan, precision = setup.batches, setup.batches.plan, setup.step.precision
     parameters = sum(p.numel() for p in setup.step.model.parameters())
-    held_out = f"{count(len(data.valid))} tokens held out" if data.valid is not None else "nothing held out"
+    held_out = f"{count(len(data.valid))} tokens for validation" if data.valid is not None else "no validation data"
     skipped = data.skipped
     unreadable = f"; skipped {skipped.count} unreadable, first: {skipped.first[0]}" if skipped.count else ""
     short = ""
     if isinstance(batches, TokenBatches) and batches.short_steps:
-        short = f"; the first {batches.short_steps:,} in contexts of {batches.context_of(0)}"
+        short = f"; the first {batches.short_steps:,} with a context of {batches.context_of(0)}"
     return [
         f"run    {setup.folder.path}",
         f"model  {config.model.preset}: {count(parameters)} parameters, context {batches.tokens_per_item}, "
@@ -49,13 +49,13 @@ def _lr_formula(optim: OptimConfig, sequences: int, *, muon_lr: float) -> str:
     rates = {"embeddings": optim.embedding_lr, "head": optim.head_lr}
     others = [f", {name} {rate * peak / lr:g}" for name, rate in rates.items() if rate is not None]
     hint = ""
-    if optim.optimizer == "muon" and peak < muon_lr / 8:  # as one would give it to AdamW
-        hint = f"; rates near {muon_lr:g} suit Muon, and --recipe classic uses AdamW"
+    if optim.optimizer == "muon" and peak < muon_lr / 8:  # a value for AdamW
+        hint = f"; values near {muon_lr:g} suit Muon, and --recipe classic uses AdamW"
     return f"{formula} at its peak by {optim.optimizer}{''.join(others)}{hint}"
 
 
 def conclude(config: TrainConfig, data: Data, setup: Setup, records: Records, result: FitResult) -> FitResult:
-    """How the run ended, with all that is shown at its end, unless a signal cuts that short."""
+    """How the run ended, with everything shown at its end, unless a signal interrupts that."""
     folder = setup.folder
     again = f"drumline train --run_dir {folder.path}"
     if result.state != "finished":
@@ -65,7 +65,7 @@ def conclude(config: TrainConfig, data: Data, setup: Setup, records: Records, re
         with raising():
             _show_results(config, data, setup, records, result)
     except KeyboardInterrupt:
-        records.say(f"stopped after the last step, everything is saved; to see how it ended:\n  {again}")
+        records.say(f"stopped after the last step, everything is saved; to see the results:\n  {again}")
         return replace(result, state="stopped")
     return result
 
@@ -83,7 +83,7 @@ def _show_results(config: TrainConfig, data: Data, setup: Setup, records: Record
             setup.step.model, tokenizer.encode(prompt), settings, end_of_text=tokenizer.end_of_text, context=context
         )
         indented = "\n".join(f"  | {line}" for line in (prompt + tokenizer.decode(list(ids))).splitlines())
-        records.say(f"\nwhat the model writes now:\n{indented}")
+        records.say(f"\nsample:\n{indented}")
     records.say(
         f"\nfinished: {folder.path} (loss curve: {folder.loss_plot})\n"
         f"weights sha256 {result.weights_sha256}\n"

@@ -1,4 +1,4 @@
-"""Trainer: any nn.Module on any map-style Dataset, through the same loop and with the same promises as a GPT."""
+"""Trainer: any nn.Module on any map-style Dataset, with the same loop and guarantees as a GPT."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 class Trainer:
-    """Trains a model on a dataset, from where its run folder says it is, to the end.
+    """Trains a model on a dataset, resuming from its run folder if the run exists.
 
-    dataset: map-style; samples are (input, target) pairs, or dicts passed to the model by keyword.
-    loss:    (prediction, target) -> mean over the samples, as torch's losses give it. None: the model's output is the
-             loss, or a tuple that ends with it.
-    lr:      step -> learning rate; None leaves the optimizer's own alone.
-    snapshot_every: steps between copies of the run in memory; 0: none.
-    facts:   what must not change while the run goes on, beside what every run has.
+    dataset: map-style; samples are (input, target) pairs, or dicts passed to the model as keyword arguments.
+    loss:    (prediction, target) -> mean over the samples, as in torch. None: the model's output is the loss or a tuple
+             that ends with it.
+    lr:      step -> learning rate; None: leave the optimizer's own.
+    snapshot_every: steps between in-memory snapshots; 0: none.
+    facts:   what must not change when the run is resumed, besides what every run has.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Trainer:
         eval_every: int | None = None,
         evaluate: Callable[[], dict[str, Any]] | None = None,
     ) -> FitResult:
-        """Train to the end; `save_every` counts epochs if the length is given in epochs, else steps."""
+        """Train to the end; `save_every` is in epochs if the length is given in epochs, else in steps."""
         if (epochs is None) == (total_steps is None):
             raise ConfigError(f"epochs is {epochs} and total_steps is {total_steps}", fix="give one of the two")
         batches, world, folder = self.setup.batches, self.setup.world, self.setup.folder
@@ -148,7 +148,7 @@ def sample_objective(loss: Loss | None) -> Objective:
 
 
 class DatasetBatches:
-    """Samples of any map-style Dataset, collated as torch's DataLoader does."""
+    """Samples of any map-style Dataset, collated like torch's DataLoader does."""
 
     def __init__(self, dataset: Dataset[Any] | Sequence[Any], plan: BatchPlan, *, seed: int) -> None:
         self.plan = plan
@@ -156,7 +156,7 @@ class DatasetBatches:
         self.tokens_per_item = 1
         self._dataset, self._seed = dataset, seed
         if self.items < 1:
-            raise DataError("the dataset has no samples", fix="give Trainer a dataset whose len() is 1 or more")
+            raise DataError("the dataset has no samples", fix="use a dataset whose len() is 1 or more")
 
     def micro_batch(self, step: int, index: int) -> Any:
         return default_collate([self._dataset[i] for i in visits(self, self._seed, step, index).tolist()])

@@ -1,5 +1,5 @@
-"""Wrong numbers: whose loss is not finite, and whether to compute it again, skip it, go back (and where to) or give up;
-and replicas that no longer have the same weights."""
+"""NaN, Inf and loss spikes: which rank they came from, and whether to recompute, skip, roll back or fail; and replicas
+whose weights differ."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ _NAMES_SHOWN = 8
 def judge_trouble(
     guard: Guard, step: int, data_step: int, result: StepResult, *, finite: bool, rollbacks: int
 ) -> Verdict:
-    """As Guard.judge, for a step that is not finite, was not when it was computed first, or leaps."""
+    """As Guard.judge, for a step with NaN or Inf, now or before it was recomputed, or with a loss spike."""
     if not finite:
         return _not_finite(guard, step, data_step, result, rollbacks)
     if guard.tried_again:
         guard.tried_again = False
         guard.tell(
-            f"step {step + 1:,}: finite when computed again: a passing fault of the hardware, nothing is lost",
+            f"step {step + 1:,}: no NaN or Inf when recomputed: a transient hardware fault, nothing is lost",
             {"event": "computed again", "step": step + 1, "loss": result.loss},
         )
         return guard.judge(step, data_step, result, rollbacks=rollbacks)
     guard.in_a_row = 0
     usual = median(guard.losses)
-    what = f"loss {result.loss:.4g}, {result.loss / usual:.1f} times the median {usual:.4g} of the last steps"
+    what = f"loss {result.loss:.4g}, {result.loss / usual:.1f} times the median {usual:.4g} of recent steps"
     guard.tell(f"warning: step {step + 1:,}: {what}", {"event": "loss spike", "step": step + 1, "what": what})
     return _back(guard, step, what, data_step, rollbacks)
 
@@ -48,11 +48,11 @@ def judge_trouble(
 def _not_finite(guard: Guard, step: int, data_step: int, result: StepResult, rollbacks: int) -> Verdict:
     what = f"loss {result.loss}, gradient norm {result.grad_norm}"
     if not guard.tried_again:
-        # A step is a function of its data: computed again it gives the same, unless memory or a chip erred.
+        # A step is a function of its data: recomputed, it gives the same result, unless memory or a chip failed.
         guard.tried_again = True
         ranks, where, documents = _culprits(guard, data_step, result)
         guard.tell(
-            f"warning: step {step + 1:,}: {what}: not finite {where}; computing it again; documents: {documents}",
+            f"warning: step {step + 1:,}: {what}: NaN or Inf {where}; recomputing the step; documents: {documents}",
             {
                 "event": "not finite",
                 "step": step + 1,
@@ -71,7 +71,7 @@ def _not_finite(guard: Guard, step: int, data_step: int, result: StepResult, rol
     if guard.rules.on_nonfinite == "halt" or guard.in_a_row >= guard.rules.max_nonfinite:
         raise _give_up(guard, step, f"{what}, {guard.in_a_row} such steps in a row", data_step)
     guard.tell(
-        f"warning: step {step + 1:,}: {what}: not finite again, the step was skipped",
+        f"warning: step {step + 1:,}: {what}: NaN or Inf again, the step was skipped",
         {"event": "skipped", "step": step + 1, "what": what},
     )
     return Verdict.SKIP
@@ -86,18 +86,18 @@ def _back(guard: Guard, step: int, what: str, data_step: int, rollbacks: int) ->
 def _give_up(guard: Guard, step: int, what: str, data_step: int) -> TrainingError:
     return TrainingError(
         f"step {step + 1:,}: {what}; its documents: {_shown(guard.batches.names(data_step))}",
-        fix="lower --lr, use --dtype bfloat16 or float32, or take those documents out",
-        told=not guard.world.is_rank0,  # every rank sees the same numbers
+        fix="lower --lr, use --dtype bfloat16 or float32, or remove those documents",
+        reported=not guard.world.is_rank0,  # every rank sees the same metrics
     )
 
 
 def _culprits(guard: Guard, data_step: int, result: StepResult) -> tuple[list[int], str, str]:
-    """Whose loss it was, and the documents of their micro-batches; every rank asks at the same point."""
+    """The ranks whose loss it was, and the documents of their micro-batches; a collective."""
     world, batches = guard.world, guard.batches
     finite = math.isfinite(result.own_loss)
     share = batches.plan.share(world.rank, world.size)
     names = [] if finite else [name for index in share for name in batches.names(data_step, index)]
-    with waiting_for("the search for whose loss is not finite"):
+    with waiting_for("the search for the rank with NaN or Inf"):
         ranks = world.gather([socket.gethostname(), finite, names])
     guilty = [(rank, host, named) for rank, (host, fine, named) in enumerate(ranks) if not fine]
     if not guilty:
@@ -113,7 +113,7 @@ def _shown(names: list[str]) -> str:
 
 
 def compare_replicas(model: nn.Module, world: World, step: int, *, tell: Callable[[str, dict[str, Any]], None]) -> None:
-    """ReplicaDriftError on every rank if one has other weights than most."""
+    """ReplicaDriftError on all ranks if one has different weights."""
     own = replica_digest(model)
     with waiting_for("the comparison of the weights"):
         digests = world.gather([socket.gethostname(), own])
@@ -122,20 +122,20 @@ def compare_replicas(model: nn.Module, world: World, step: int, *, tell: Callabl
         return
     odd, agreeing = [f"rank {rank} on {digests[rank][0]}" for rank in ranks], len(digests) - len(ranks)
     if agreeing * 2 > len(digests):
-        problem = f"{', '.join(odd)} has other weights than the {agreeing} other ranks at step {step:,}"
-    else:  # with two ranks nobody knows which of them erred
+        problem = f"{', '.join(odd)} has different weights than the {agreeing} other ranks at step {step:,}"
+    else:  # with two ranks, it is unknown which one is wrong
         hosts = ", ".join(f"rank {rank} on {host}" for rank, (host, _) in enumerate(digests))
-        problem = f"the replicas ({hosts}) no longer have the same weights at step {step:,}"
+        problem = f"the weights of the replicas ({hosts}) differ at step {step:,}"
     tell("", {"event": "replica drift", "what": problem})
     raise ReplicaDriftError(
         problem,
-        fix="run the same command again to resume from the last checkpoint; test the memory of the odd host",
-        told=not world.is_rank0,
+        fix="run the same command again to resume from the last checkpoint; test the memory of that host",
+        reported=not world.is_rank0,
     )
 
 
 def replica_digest(model: nn.Module) -> str:
-    """The bits of every weight added up as integers on the device: any one flipped bit changes it."""
+    """The bits of all weights summed as integers on the device: any single flipped bit changes it."""
     sums = []
     for tensor in weights(model).values():
         bits = tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -145,14 +145,14 @@ def replica_digest(model: nn.Module) -> str:
 
 
 def step_to_go_back_to(folder: RunFolder, save_every: Fraction, *, warn: Callable[[str], None]) -> str:
-    """The newest step that was due to be saved: where a run was stopped by a signal must not decide its course."""
+    """The newest step that was due for saving: where a signal stopped the run must not affect its course."""
     valid = valid_ones(folder.checkpoints, warn=warn)
     return next((str(each.step) for each in valid if due(each.step, save_every, 0)), "auto")
 
 
 def rolled_back(step: int, to: int, left_out: int) -> tuple[str, dict[str, Any]]:
-    """What people are told about a rollback, and the event of it."""
+    """The message and the event of a rollback."""
     return (
-        f"went back from step {step:,} to {to:,}; the data of {left_out} steps are left out",
+        f"rolled back from step {step:,} to {to:,}; the data of {left_out} steps are skipped",
         {"event": "rollback", "step": step, "to": to, "left_out_steps": left_out},
     )

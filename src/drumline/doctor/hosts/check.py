@@ -19,7 +19,7 @@ from drumline.doctor.hosts.alike import compare_data
 from drumline.doctor.hosts.collectives import CollectiveBackend, Timings, judge_timings, measure, merged
 from drumline.doctor.hosts.judge import judge
 from drumline.doctor.hosts.look import LOOK_S, look_at, peers
-from drumline.doctor.hosts.rendezvous import CheckEndedError, Messenger, Rendezvous, meet
+from drumline.doctor.hosts.rendezvous import CheckEndedError, Messenger, Rendezvous, connect
 from drumline.doctor.hosts.report import HostFacts, Sight, data_hashes, label, own_facts
 from drumline.network import ProbeServer, is_loopback, resolve, within
 
@@ -72,7 +72,7 @@ class _Check:
         self._patience_s = patience_s
         self._silent: set[int] = set()
         """Hosts that joined and then stopped responding; known only to the first host, which collects from all."""
-        self._messenger = Messenger(meet(rendezvous, patience_s=patience_s, say=say), rendezvous.address)
+        self._messenger = Messenger(connect(rendezvous, patience_s=patience_s, say=say), rendezvous.address)
 
     def run(self, data: Sequence[Path], *, collectives: bool, clock: Callable[[], float]) -> HostsReport:
         own = own_facts(self._number(), os.environ, data=data)

@@ -81,8 +81,8 @@ class Rendezvous:
         if self.number is None:
             names = f" --names {','.join(self.names)}" if self.names else ""
             return f"on every host: drumline doctor --nnodes {self.hosts} --rdzv_endpoint {self.where}{names}"
-        meeting = f"--master_addr={self.address} --master_port={self.port}"
-        return f"on every host: torchrun --nnodes={self.hosts} --node_rank=NUMBER {meeting} -m drumline doctor"
+        endpoint = f"--master_addr={self.address} --master_port={self.port}"
+        return f"on every host: torchrun --nnodes={self.hosts} --node_rank=NUMBER {endpoint} -m drumline doctor"
 
 
 def find_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
@@ -141,7 +141,7 @@ def rendezvous_at(endpoint: str, *, hosts: int, names: Sequence[str] = ()) -> Re
     return Rendezvous(address=where.host, port=where.port, hosts=hosts, keeps=here, leads=here, names=tuple(names))
 
 
-def meet(rendezvous: Rendezvous, *, patience_s: float, say: Callable[[str], None]) -> Store:
+def connect(rendezvous: Rendezvous, *, patience_s: float, say: Callable[[str], None]) -> Store:
     """The store of a rendezvous, created or connected to; CheckEndedError with the reason if that fails."""
     if rendezvous.keeps:
         return _prefixed(keep(rendezvous), rendezvous)
