@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from drumline.signals import start_afresh
 from helpers.ranks import _CONTEXT, TIMEOUT_S
 
 
@@ -65,6 +66,7 @@ def gated(scratch: Path, argv: Sequence[str], *, gates: Sequence[int] = (), retr
 
 
 def _train(argv: list[str], gates: list[int], scratch: Path, retry_s: float, cwd: Path) -> None:
+    start_afresh()
     os.chdir(cwd)
     import torch
 

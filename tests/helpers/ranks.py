@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from drumline.signals import start_afresh
+
 TIMEOUT_S = 120
 RAISED = 99
 _LOST = re.compile(r"DistNetworkError|DistStoreError|EADDRINUSE|[Cc]onnection (closed|reset|refused)|Broken pipe")
@@ -107,6 +109,7 @@ def _command(argv: list[str]) -> int:
 def _rank(
     pipe: Connection, cwd: Path, environ: dict[str, str], work: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
+    start_afresh()  # whoever started the server first may have blocked signals in it
     os.chdir(cwd)
     os.environ.update(environ)
     import torch
