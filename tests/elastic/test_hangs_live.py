@@ -75,7 +75,7 @@ def work():
     trainer.fit(total_steps=200, log_every=100, save_every=5)
 
 if __name__ == "__main__":
-    sys.exit(start_ranks(work, (), nproc=2, max_restarts=None, hang_timeout=2))
+    sys.exit(start_ranks(work, (), nproc=2, max_restarts=None, hang_timeout=3))
 """
 
 
