@@ -257,7 +257,7 @@ def test_model_options_reach_a_model_of_your_own_are_kept_and_may_not_change(
     monkeypatch.syspath_prepend(str(Path.cwd()))
     mine = ("--run_dir", "mine", "--model", "nets_of_mine:net", "--model_options", "width=3")
     assert train(*mine) == EXIT_USER
-    assert "nets_of_mine:net cannot be called without tag" in capsys.readouterr().err
+    assert "nets_of_mine:net requires tag" in capsys.readouterr().err
     assert train(*mine, "--model-options=tag=a b", "--model_options", "with=3") == EXIT_USER
     assert "has no option with\n  fix: did you mean width? its options: width, tag" in capsys.readouterr().err
     assert train(*mine, "--model-options=tag=a b") == 0
