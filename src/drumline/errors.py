@@ -39,6 +39,12 @@ class ConfigError(DrumlineError):
     """A setting, or a combination of settings, that cannot work."""
 
 
+class UsageError(ConfigError):
+    """A command line or config file with a name in it that drumline does not know."""
+
+    exit_code = EXIT_USAGE
+
+
 class DataError(DrumlineError):
     """Text or tokens that cannot be read, or do not match their manifest."""
 

@@ -138,7 +138,7 @@ def test_dry_run_shows_what_would_happen_and_starts_nothing(
         (["train", "--device", "tpu"], EXIT_USAGE, "tpu"),
         (["train", "--config", "absent.toml"], EXIT_USER, "absent.toml"),
         (["train", "--config", "bad.toml"], EXIT_USAGE, "did you mean lr?"),
-        (["train", "--preset", "gpt3"], EXIT_USER, "gpt2"),
+        (["train", "--preset", "gpt3"], EXIT_USAGE, "gpt2"),
         (["train", "--train_data_path", "nowhere.txt"], EXIT_USER, "nowhere.txt"),
         (["train", "--train_data_path", "nowhere.bin"], EXIT_USER, "nowhere.bin"),
         (["train", "--n_heads", "5"], EXIT_USER, "5 heads"),

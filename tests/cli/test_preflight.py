@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from drumline.cli.preflight import is_plain
+from drumline.cli.train import is_plain
 from drumline.config import ModelSettings, RunConfig, TrainConfig
 from drumline.optim import checkpoints_bytes
 

@@ -14,9 +14,9 @@ from drumline.config.presets import PRESETS, gpt_config, with_preset
 from drumline.config.resolve import resolved
 from drumline.config.resumed import refuse_changes, with_stored_batch
 from drumline.config.settings import BatchConfig, DataConfig, OptimConfig, RunConfig, TrainConfig, names_with
-from drumline.config.toml_file import UnknownKeyError, differences, from_settings, read_settings, sections
+from drumline.config.toml_file import differences, from_settings, read_settings, sections
 from drumline.config.toml_text import to_toml
-from drumline.errors import ConfigError
+from drumline.errors import ConfigError, UsageError
 from drumline.parallel.agreement import settings as agreed_settings
 
 
@@ -94,7 +94,7 @@ def test_an_unknown_key_in_a_config_file_is_named_with_the_nearest_one(
 ) -> None:
     file = tmp_path / "run.toml"
     file.write_text(text)
-    with pytest.raises(UnknownKeyError, match=error) as raised:
+    with pytest.raises(UsageError, match=error) as raised:
         read_settings(file)
     assert fix in raised.value.fix and str(file) in raised.value.problem
 
@@ -231,3 +231,9 @@ def test_model_options_without_a_model_of_your_own_or_a_value_are_refused() -> N
         ModelSettings(model_options=("width=3",))
     with pytest.raises(ConfigError, match="'width' is not of the form key=value"):
         ModelSettings(model="my_models:net", model_options=("width",))
+
+
+def test_a_setting_that_a_file_sets_twice_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("lr = 0.1\n[optim]\nlr = 0.2\n")
+    with pytest.raises(ConfigError, match=r"sets lr twice, to 0\.1 and to 0\.2"):
+        read_settings(tmp_path / "run.toml")

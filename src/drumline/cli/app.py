@@ -96,6 +96,10 @@ def run_command(argv: list[str]) -> int:
     """Run one command line and return its exit code."""
     if argv and argv[0].startswith(("--local-rank", "--local_rank")):
         argv = argv[1:]  # torch.distributed.launch puts it first; the environment has it too
+    if {"true", "false"} & {word.lower() for word in argv}:
+        from drumline.cli.usage import with_values
+
+        argv = with_values(argv)
     try:
         if argv[:1] == ["train"] and _names_files(argv):
             from drumline.cli.layers import file_layers
@@ -105,7 +109,9 @@ def run_command(argv: list[str]) -> int:
         code: int | None = app(argv, exit_on_error=False, print_error=False)
         return code or 0
     except CycloptsError as error:
-        return _report(DrumlineError(str(error), fix="see drumline --help, or drumline COMMAND --help"), EXIT_USAGE)
+        from drumline.cli.usage import explained
+
+        return _report(explained(error, argv), EXIT_USAGE)
     except DrumlineError as error:
         return _report(error, error.exit_code)
     except KeyboardInterrupt:

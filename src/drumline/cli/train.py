@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -19,10 +23,17 @@ from drumline.config import (
     RecordConfig,
     RunConfig,
     TrainConfig,
+    gpt_config,
+    preset,
+    with_preset,
 )
 from drumline.signals import raise_interrupts
 
 _DEFAULTS = TrainConfig()
+_OPEN_FILES = 1024
+"""Below this limit of open files, the doctor warns."""
+# Set by a launcher, or read only by processes that use GPUs.
+_FOR_THE_DOCTOR = {"RANK", "SLURM_STEP_NUM_TASKS", "CUDA_VISIBLE_DEVICES"}
 _MODEL = Group("Model", help="Model options default to the values of the preset and its recipe.", sort_key=1)
 
 train = App(
@@ -54,6 +65,7 @@ def run_training(
         Print the resolved config, parameter count, memory estimate, tokens and steps, without training.
     """
     settings = TrainConfig(model=model, data=data, batch=batch, optim=optim, run=run, ranks=ranks, records=records)
+    preset(model.preset)  # a wrong name is told before torch is imported
     if dry_run:
         from drumline.bench import describe
 
@@ -78,9 +90,7 @@ def run_training(
 
 
 def _check_first(config: TrainConfig, *, nproc: int) -> None:
-    """Run the doctor's quick checks, unless preflight rules them out."""
-    from drumline.cli.preflight import is_plain
-
+    """Run the doctor's quick checks, unless there is nothing for them to find."""
     if config.run.doctor != "off" and (nproc or not is_plain(config, os.environ)):
         from drumline.cli.doctor import check_first
 
@@ -99,3 +109,37 @@ def ranks_to_start(config: TrainConfig) -> int:
     wanted = config.ranks.nproc or (torch.cuda.device_count() if on_gpus else 1)
     alone = wanted == 1 and config.ranks.nproc is None and config.ranks.hosts == (1, 1)
     return 0 if alone else wanted
+
+
+def is_plain(config: TrainConfig, environ: Mapping[str, str]) -> bool:
+    """Whether this process trains alone on a CPU and uses nothing that could be missing or misconfigured.
+
+    Fast and conservative: in case of doubt, the doctor runs.
+    """
+    import torch
+
+    run = config.run
+    on_gpu = run.device == "cuda" or torch.cuda.is_available()
+    if on_gpu or run.compile or run.dtype == "bfloat16" or config.model.model != "gpt":
+        return False
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    threads = [environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in environ]
+    if _FOR_THE_DOCTOR & environ.keys() or not all(n.isdigit() and 0 < int(n) <= cores for n in threads):
+        return False
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _OPEN_FILES:
+        return False
+    folder = Path(run.run_dir or "runs").absolute()
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return False
+    return shutil.disk_usage(existing).free >= _most_bytes(config)
+
+
+def _most_bytes(config: TrainConfig) -> int:
+    """More than the checkpoints of a GPT take on disk."""
+    config = with_preset(config)
+    shape = gpt_config(config.model, vocab_size=config.data.vocab_size or 1)
+    embeddings = (2 + shape.value_tables) * (shape.vocab_size + 64) + shape.max_position_embeddings
+    layers = shape.n_layers * (4 * shape.d_model + 3 * shape.d_ff + 16)
+    weights_and_moments = 3 * shape.d_model * (embeddings + layers)
+    return 4 * weights_and_moments * (config.run.keep_checkpoints + config.run.keep_best + 1)

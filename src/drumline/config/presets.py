@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from drumline.config.facts import did_you_mean
 from drumline.config.model import GPTConfig, GPTOptions, ModelSettings, Recipe
 from drumline.config.settings import LENGTHS, BatchConfig, OptimConfig, TrainConfig
-from drumline.errors import ConfigError
+from drumline.errors import UsageError
 
 CLASSIC: dict[str, Any] = {}
 """GPT-2's family is GPTConfig's default."""
@@ -130,7 +130,7 @@ PRESETS: dict[str, Preset] = {
 def preset(name: str) -> Preset:
     if name not in PRESETS:
         hint = did_you_mean(name, PRESETS, flag="--preset ", otherwise="")
-        raise ConfigError(f"there is no preset {name!r}", fix=f"{hint} choose one of: {', '.join(PRESETS)}".lstrip())
+        raise UsageError(f"there is no preset {name!r}", fix=f"{hint} choose one of: {', '.join(PRESETS)}".lstrip())
     return PRESETS[name]
 
 

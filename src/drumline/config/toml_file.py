@@ -12,13 +12,7 @@ from typing import Any, get_type_hints
 
 from drumline.config.facts import did_you_mean
 from drumline.config.settings import TrainConfig, names_with
-from drumline.errors import EXIT_USAGE, ConfigError
-
-
-class UnknownKeyError(ConfigError):
-    """An unknown key in a config file."""
-
-    exit_code = EXIT_USAGE
+from drumline.errors import ConfigError, UsageError
 
 
 def sections() -> dict[str, list[str]]:
@@ -49,6 +43,10 @@ def read_settings(path: Path) -> dict[str, Any]:
         for name, setting in inside.items():
             if name not in names:
                 raise _unknown(path, name, name, names)
+            if name in settings:
+                raise ConfigError(
+                    f"{path} sets {name} twice, to {settings[name]} and to {setting}", fix="keep one of them"
+                )
             settings[name] = _as_words(setting) if name == "model_options" else setting
     return settings
 
@@ -60,12 +58,12 @@ def _as_words(options: dict[str, Any] | list[str]) -> list[str]:
     return option_words(options) if isinstance(options, dict) else options
 
 
-def _unknown(path: Path, shown: str, key: str, names: list[str]) -> UnknownKeyError:
+def _unknown(path: Path, shown: str, key: str, names: list[str]) -> UsageError:
     for section, settings in sections().items():
         if key in settings:
-            return UnknownKeyError(f"{path} sets {shown} in the wrong section", fix=f"move it to [{section}]")
+            return UsageError(f"{path} sets {shown} in the wrong section", fix=f"move it to [{section}]")
     fix = did_you_mean(key, names, otherwise=f"known here: {', '.join(names)}")
-    return UnknownKeyError(f"{path} sets {shown}, which is not a setting", fix=fix)
+    return UsageError(f"{path} sets {shown}, which is not a setting", fix=fix)
 
 
 def from_settings(settings: dict[str, Any]) -> TrainConfig:

@@ -22,15 +22,6 @@ from drumline.errors import ConfigError
 from drumline.model.loss import IGNORED, capped, linear_cross_entropy
 from drumline.model.positions import attention_mask_for, merge_documents, one_before, positions, rope_table, rotate
 
-__all__ = [
-    "GPT",
-    "CausalSelfAttention",
-    "FeedForward",
-    "GPTConfig",
-    "KVCache",
-    "TransformerBlock",
-]
-
 
 class GPT(nn.Module):
     """A decoder-only transformer."""

@@ -1,0 +1,75 @@
+"""A command line that cannot be parsed: what was probably meant."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import get_type_hints
+
+from cyclopts import CycloptsError, UnknownOptionError, UnusedCliTokensError
+
+from drumline.config import TrainConfig
+from drumline.errors import UsageError
+
+_MEANT = {
+    "data": "train_data_path",
+    "dataset": "train_data_path",
+    "train_data": "train_data_path",
+    "valid_data": "valid_data_path",
+    "learning_rate": "lr",
+    "steps": "total_steps",
+    "max_steps": "total_steps",
+    "max_iters": "total_steps",
+    "epoch": "epochs",
+    "num_epochs": "epochs",
+    "block_size": "context",
+    "seq_len": "context",
+    "n_layer": "n_layers",
+    "n_head": "n_heads",
+    "n_embd": "d_model",
+    "output_dir": "run_dir",
+    "out_dir": "run_dir",
+    "nproc_per_node": "nproc",
+    "resume": "resume_from",
+}
+"""What other trainers call a setting, and what drumline calls it."""
+_POSITIONAL = {"train": "--train_data_path", "sample": "--prompt", "evaluate": "--data"}
+"""The flag that an argument without one was most likely meant for."""
+
+
+def with_values(words: Sequence[str]) -> list[str]:
+    """`--compile true` as `--compile=true`, which is how a boolean flag takes its value."""
+    booleans = {
+        f"--{field.name}"
+        for section in get_type_hints(TrainConfig).values()
+        for field in fields(section)
+        if "bool" in str(get_type_hints(section)[field.name])
+    }
+    joined: list[str] = []
+    for word in words:
+        follows = bool(joined) and joined[-1].replace("-", "_").replace("__", "--", 1) in booleans
+        if follows and word.lower() in ("true", "false"):
+            joined[-1] += f"={word.lower()}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def explained(error: CycloptsError, words: Sequence[str]) -> UsageError:
+    """The error with the command that was probably meant."""
+    command = words[0] if words else ""
+    help_ = f"see drumline {command} --help" if command else "see drumline --help"
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        rest = shlex.join(error.unused_tokens)
+        flag = _POSITIONAL.get(command)
+        return UsageError(
+            f"drumline {command} does not take the argument {rest}",
+            fix=f"{flag} {rest}, if that was meant; {help_}" if flag else help_,
+        )
+    if isinstance(error, UnknownOptionError):
+        name = str(error.token.keyword or error.token.value).lstrip("-").replace("-", "_")
+        if name in _MEANT:
+            return UsageError(f"there is no option --{name}", fix=f"use --{_MEANT[name]}; {help_}")
+    return UsageError(re.sub(r"\s+", " ", str(error)), fix=help_)

@@ -1,0 +1,59 @@
+"""A command line that cannot be parsed is answered with the one that was probably meant."""
+
+from pathlib import Path
+
+import pytest
+
+from drumline.cli.app import run_command
+from drumline.cli.usage import with_values
+from drumline.errors import EXIT_USAGE
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert run_command(list(words)) == EXIT_USAGE
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and lines[0].startswith("error: ") and lines[1].startswith("  fix: ")
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["train", "text"], "--train_data_path text, if that was meant"),
+        (["train", "my text"], "--train_data_path 'my text', if that was meant"),
+        (["sample", "run", "hello you"], "--prompt 'hello you', if that was meant"),
+        (["train", "--data", "text"], "use --train_data_path;"),
+        (["train", "--learning-rate", "1"], "use --lr;"),
+        (["train", "--n_layer", "2"], "use --n_layers;"),
+        (["train", "--batch_sise", "2"], "see drumline train --help"),
+        (["runs", "--nothing"], "see drumline runs --help"),
+        (["trian"], "see drumline"),
+    ],
+    ids=" ".join,
+)
+def test_what_was_probably_meant_is_said(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str], fix: str
+) -> None:
+    assert fix in said(capsys, *words)
+    assert sorted(path.name for path in here.iterdir()) == ["text"]
+
+
+def test_a_misspelled_option_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--batch_size" in said(capsys, "train", "--batch_sise", "2")
+
+
+def test_an_unknown_preset_is_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean --preset modern?" in said(capsys, "train", "--preset", "modrn")
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("--compile true --bitwise False", "--compile=true --bitwise=false"),
+        ("--keep-best false", "--keep-best=false"),
+        ("--sample_prompt true --lr 1", "--sample_prompt true --lr 1"),
+        ("--bitwise", "--bitwise"),
+    ],
+)
+def test_booleans_may_have_a_value(given: str, read: str) -> None:
+    assert " ".join(with_values(given.split())) == read
