@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -263,3 +264,27 @@ def test_a_rate_for_adamw_given_to_muon_is_pointed_out(train: Train, capsys: pyt
     for flags, pointed_out in (((), False), (("--lr", "1e-3"), True), (("--lr", "1e-3", "--recipe", "classic"), False)):
         assert train(*flags, "--run_dir", " ".join(("run", *flags))) == 0
         assert (hint in capsys.readouterr().out) is pointed_out
+
+
+def test_a_finished_run_started_again_says_so_and_how_to_lengthen_it(
+    train: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--run_dir", "my run", "--total_steps", "3") == 0
+    assert "finished already" not in capsys.readouterr().out
+    assert train("--run_dir", "my run", "--total_steps", "3") == 0
+    said = capsys.readouterr().out
+    assert "this run had finished already, at step 3; to train it further:" in said
+    longer = next(line for line in said.splitlines() if "--allow_change" in line)
+    assert longer == "  drumline train --run_dir 'my run' --total_steps 6 --allow_change total_steps"
+    assert train("--run_dir", "my run", "--total_steps", "6", "--allow_change", "total_steps") == 0
+    assert "step  6/6 | loss" in capsys.readouterr().out
+
+
+def test_what_is_proposed_at_the_end_of_a_run_works_for_that_run(
+    train: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--run_dir", "my run", "--valid_fraction", "0") == 0
+    proposed = capsys.readouterr().out.split("next:\n")[1].splitlines()
+    assert proposed == ["  drumline sample 'my run'", "  drumline runs"]  # nothing to evaluate on, and no code to write
+    for words in map(shlex.split, proposed):
+        assert run_command(words[1:]) == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 from dataclasses import replace
 
 from drumline.config import OptimConfig, TrainConfig, preset
@@ -14,15 +16,12 @@ from drumline.train.loop import FitResult
 from drumline.train.setup import Setup
 from drumline.units import count
 
-SAMPLE_TOKENS = 120
-
 
 def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: int) -> list[str]:
     batches, plan, precision = setup.batches, setup.batches.plan, setup.step.precision
     parameters = sum(p.numel() for p in setup.step.model.parameters())
     held_out = f"{count(len(data.valid))} tokens for validation" if data.valid is not None else "no validation data"
-    skipped = data.skipped
-    unreadable = f"; skipped {skipped.count} unreadable, first: {skipped.first[0]}" if skipped.count else ""
+    skipped = f"; skipped {data.skipped.count} unreadable, first: {data.skipped.first[0]}" if data.skipped.count else ""
     short = ""
     if isinstance(batches, TokenBatches) and batches.short_steps:
         short = f"; the first {batches.short_steps:,} with a context of {batches.context_of(0)}"
@@ -32,7 +31,7 @@ def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: 
         f"on {precision.device.type} in {str(precision.dtype).removeprefix('torch.')}"
         f"{' and float8' if config.run.fp8 else ''}",
         f"data   {config.data.train_data_path}: {count(len(data.train))} tokens, {held_out}, "
-        f"vocabulary {data.vocab_size:,}{unreadable}",
+        f"vocabulary {data.vocab_size:,}{skipped}",
         f"step   {plan.formula(setup.world.size)} = {plan.sequences} sequences "
         f"= {plan.sequences * batches.tokens_per_item:,} tokens",
         f"lr     {_lr_formula(config.optim, plan.sequences, muon_lr=preset(config.model.preset).muon_lr)}",
@@ -56,11 +55,13 @@ def _lr_formula(optim: OptimConfig, sequences: int, *, muon_lr: float) -> str:
 
 def conclude(config: TrainConfig, data: Data, setup: Setup, records: Records, result: FitResult) -> FitResult:
     """How the run ended, with everything shown at its end, unless a signal interrupts that."""
-    folder = setup.folder
-    again = f"drumline train --run_dir {folder.path}"
+    again = f"drumline train --run_dir {shlex.quote(str(setup.folder.path))}"
     if result.state != "finished":
         records.say(f"stopped at step {result.step:,}, everything is saved; to resume:\n  {again}")
         return result
+    if math.isnan(result.loss):  # not a step was left to do
+        longer = f"{again} --total_steps {2 * result.step} --allow_change total_steps"
+        records.say(f"this run had finished already, at step {result.step:,}; to train it further:\n  {longer}")
     try:
         with raising():
             _show_results(config, data, setup, records, result)
@@ -71,24 +72,24 @@ def conclude(config: TrainConfig, data: Data, setup: Setup, records: Records, re
 
 
 def _show_results(config: TrainConfig, data: Data, setup: Setup, records: Records, result: FitResult) -> None:
-    folder = setup.folder
+    folder, generate, next_steps = setup.folder, room("generate"), ["drumline runs"]
+    path = shlex.quote(str(folder.path))
     title = f"{config.model.preset} on {config.data.train_data_path}"
     records.attempt(str(folder.loss_plot), lambda: plot_loss(folder.metrics, folder.loss_plot, title=title))
-    generate = room("generate")
+    if data.valid is not None:
+        next_steps.insert(0, f"drumline evaluate {path}")
     if data.tokenizer is not None and generate.can_write(setup.step.model):
         prompt = config.records.sample_prompt
-        settings = generate.SampleConfig(max_tokens=SAMPLE_TOKENS, seed=config.run.seed)
+        settings = generate.SampleConfig(max_tokens=120, seed=config.run.seed)
         tokenizer, context = data.tokenizer, config.model.context
         ids = generate.generate(
             setup.step.model, tokenizer.encode(prompt), settings, end_of_text=tokenizer.end_of_text, context=context
         )
         indented = "\n".join(f"  | {line}" for line in (prompt + tokenizer.decode(list(ids))).splitlines())
         records.say(f"\nsample:\n{indented}")
+        example = " --prompt 'def '" if config.data.train_data_path == "builtin" else ""
+        next_steps.insert(0, f"drumline sample {path}{example}")
     records.say(
-        f"\nfinished: {folder.path} (loss curve: {folder.loss_plot})\n"
-        f"weights sha256 {result.weights_sha256}\n"
-        f"next:\n"
-        f"  drumline sample {folder.path} --prompt 'def '\n"
-        f"  drumline evaluate {folder.path}\n"
-        f"  drumline runs"
+        f"\nfinished: {folder.path} (loss curve: {folder.loss_plot})\nweights sha256 {result.weights_sha256}\n"
+        + "\n  ".join(["next:", *next_steps])
     )
