@@ -131,3 +131,20 @@ def test_nothing_secret_is_shown() -> None:
 def test_a_value_cannot_draw_on_the_terminal_or_fill_it() -> None:
     assert "\x1b" not in judged("NCCL_ALGO", "\x1b[2Jring").what
     assert len(judged("LD_LIBRARY_PATH", "/lib:" * 100).what) < 150
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("NCCL_SOKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+        ("NCCL_SCOKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+        ("GLOO_SOCKET_IFNAMES", "GLOO_SOCKET_IFNAME"),
+        ("OMP_NUM_THREAD", "OMP_NUM_THREADS"),
+        ("CUDA_VISIBLE_DEVICE", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_a_misspelled_variable_is_named_with_what_was_meant(name: str, meant: str, gpus: int) -> None:
+    finding = judged(name, "2", gpus=gpus)
+    assert finding.state == "warning" and f"nothing reads it; {meant} is what exists" in finding.what
+    assert finding.fix == f"export {meant}=${name}; unset {name}"

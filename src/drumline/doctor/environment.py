@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from posixpath import commonprefix
 
 from drumline.doctor.finding import VARIABLE, Finding, State
 from drumline.network import Interface, free_port, is_free, is_loopback
@@ -18,6 +19,8 @@ _ON_GPUS = ("NCCL_", "TORCH_NCCL_", "CUDA_", "PYTORCH_CUDA_", "NVIDIA_")
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
 _PROXY_USER = re.compile(r"//[^/@\s]*@")
 _LONGEST_VALUE = 60
+_SHORTEST_TYPO = 10
+"""Shorter names are one letter away from too much."""
 
 MEANINGS = {
     "CUDA_DEVICE_ORDER": "how GPUs are numbered",
@@ -129,8 +132,11 @@ def check_variables(environ: Mapping[str, str], facts: Facts) -> list[Finding]:
     """A finding for each relevant variable that is set, sorted by name."""
     findings = []
     for name, value in sorted(environ.items()):
-        meaning = _meaning(name)
-        if meaning is None:
+        meant, meaning = _meant(name), _meaning(name)
+        if meant is not None:
+            why, fix = f"nothing reads it; {meant} is what exists", f"export {meant}=${name}; unset {name}"
+            findings.append(Finding(name, "warning", f"{_shown(name, value)}: {why}", fix, code=VARIABLE))
+        if meant is not None or meaning is None:
             continue
         idle = facts.gpus == 0 and name.startswith(_ON_GPUS)
         state, why, fix = _FINE if idle else _judge(name, value, facts)
@@ -142,6 +148,22 @@ def check_variables(environ: Mapping[str, str], facts: Facts) -> list[Finding]:
 def _meaning(name: str) -> str | None:
     known = MEANINGS.get(name) or MEANINGS.get(name.upper() if name.lower().endswith("proxy") else "")
     return known or next((what for prefix, what in _FAMILIES.items() if name.startswith(prefix)), None)
+
+
+def _meant(name: str) -> str | None:
+    """The variable that a misspelled name is one letter away from; None where it is not misspelled."""
+    if name in MEANINGS or len(name) < _SHORTEST_TYPO:
+        return None
+    return next((known for known in MEANINGS if _one_typo_apart(name, known)), None)
+
+
+def _one_typo_apart(one: str, other: str) -> bool:
+    """Whether a letter that is missing, too much or wrong, or two that are swapped, make the difference."""
+    start = len(commonprefix([one, other]))
+    end = len(commonprefix([one[start:][::-1], other[start:][::-1]]))
+    parts = one[start : len(one) - end], other[start : len(other) - end]
+    swapped = len(parts[0]) == 2 and parts[0] == parts[1][::-1]
+    return one != other and (max(map(len, parts)) <= 1 or swapped)
 
 
 def is_secret(name: str) -> bool:

@@ -111,7 +111,10 @@ def check_fp8(config: TrainConfig, device: torch.device) -> None:
         return
     assert config.model.context is not None
     unfit = misfits(gpt_config(config.model, vocab_size=1))
-    if config.model.model not in ("gpt", FUSED):
+    if not is_hopper(device):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type}"
+        problem, fix = f"needs a Hopper GPU (H100, H200), but this run uses {name}", "train on one"
+    elif config.model.model not in ("gpt", FUSED):
         problem, fix = f"is for drumline's own GPT, not for --model {config.model.model}", "use --model gpt"
     elif unfit:
         problem = f"does not support this model: {'; '.join(unfit)}"
@@ -125,9 +128,6 @@ def check_fp8(config: TrainConfig, device: torch.device) -> None:
         problem, fix = "is not bitwise reproducible, as --bitwise requires", "drop --bitwise"
     elif config.run.dtype not in ("auto", "bfloat16"):
         problem, fix = f"uses bfloat16 for everything else, not {config.run.dtype}", "use --dtype bfloat16"
-    elif not is_hopper(device):
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type}"
-        problem, fix = f"needs a Hopper GPU (H100, H200), but this run uses {name}", "train on one"
     elif not has_kernels(device):
         problem, fix = "needs Triton, which is not installed", "pip install triton"
     else:
