@@ -18,9 +18,11 @@ from helpers.small import small
 
 from drumline.cli.app import run_command
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell lets what it starts in the background ignore Ctrl-C, and so would all that a test starts and interrupts.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+for _signum, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    # A shell lets what it starts in the background ignore Ctrl-C, and nohup a closed terminal; so would all that a test
+    # starts and interrupts.
+    if signal.getsignal(_signum) is signal.SIG_IGN:
+        signal.signal(_signum, _usual)
 
 
 with contextlib.suppress(ImportError):  # on a machine that only runs the kernels' tests
