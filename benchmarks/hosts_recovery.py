@@ -2,7 +2,7 @@
 
     python benchmarks/hosts_recovery.py [--repeat 5]
 
-Targets: the other goes on alone within 10 s; both go on within 10 s after the host is started again or its link is up.
+Targets: the other goes on alone within 10 s; both go on within 10 s after the host is restarted or its link is up.
 Measured from the fault to the first step beyond those that were reached before it.
 """
 
@@ -18,7 +18,7 @@ from header import header
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from helpers.elastic_hosts import goes_on, kill, link, meetings, wait
+from helpers.elastic_hosts import goes_on, kill, link, rendezvous_count, wait
 from helpers.hosts import Host, Started, two_hosts
 from helpers.small import small
 
@@ -41,26 +41,26 @@ def once(folder: Path) -> dict[str, float]:
     (folder / "text").mkdir()
     for number in range(30):
         (folder / "text" / f"{number}.txt").write_text(f"Document {number}. " + "All work and no play. " * 12)
-    run, found = folder / "run", {}
+    run, took_s = folder / "run", {}
     with two_hosts(folder) as (a, b):
         one, two = start(a, folder), start(b, folder)
-        wait(lambda: meetings(one, two) > 0, "two ranks", one, two)
+        wait(lambda: rendezvous_count(one, two) > 0, "two ranks", one, two)
         goes_on(run, one, two)
         kill(b)
-        found["a host dies: the other trains alone after"] = goes_on(run, one)
-        before = meetings(one)
+        took_s["a host dies: the other trains alone after"] = goes_on(run, one)
+        before = rendezvous_count(one)
         two = start(b, folder)
-        found["it is started again: both train after"] = together(before, one, two)
+        took_s["it is started again: both train after"] = together(before, one, two)
         goes_on(run, one, two)
         link(b, "down")
-        found["its link falls silent: the other alone after"] = goes_on(run, one)
-        before = meetings(one, two)
+        took_s["its link falls silent: the other alone after"] = goes_on(run, one)
+        before = rendezvous_count(one, two)
         link(b, "up")
-        found["the link is back: both train after"] = together(before, one, two)
+        took_s["the link is back: both train after"] = together(before, one, two)
         goes_on(run, one, two)
         kill(a)
-        found["the host that led dies: the other alone after"] = goes_on(run, two)
-    return found
+        took_s["the host that led dies: the other alone after"] = goes_on(run, two)
+    return took_s
 
 
 def start(host: Host, folder: Path) -> Started:
@@ -72,7 +72,7 @@ def start(host: Host, folder: Path) -> Started:
 
 
 def together(before: int, *started: Started) -> float:
-    return wait(lambda: meetings(*started) > before, "two ranks again", *started)
+    return wait(lambda: rendezvous_count(*started) > before, "two ranks again", *started)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,13 @@ def tree(path: Path) -> ast.Module:
 
 def imports(path: Path) -> list[tuple[str, str]]:
     """(module, name) of every `from drumline... import`, wherever it stands."""
-    found = []
+    imported = []
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "drumline":
-            found += [(str(node.module), name.name) for name in node.names]
+            imported += [(str(node.module), name.name) for name in node.names]
         elif isinstance(node, ast.Import):
-            found += [(name.name, "") for name in node.names if name.name.startswith("drumline.")]
-    return [each for each in found if each != ("drumline", "__version__")]
+            imported += [(name.name, "") for name in node.names if name.name.startswith("drumline.")]
+    return [each for each in imported if each != ("drumline", "__version__")]
 
 
 def later_rooms(path: Path) -> set[str]:

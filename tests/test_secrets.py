@@ -60,12 +60,12 @@ def _unpacked(where: Path) -> dict[str, bytes]:
 
 def leaks(shown: dict[str, bytes]) -> list[tuple[str, str]]:
     """Where each secret is seen, as it is or a part of it long enough to matter, in any common encoding of text."""
-    found = []
+    places = []
     for where, content in shown.items():
         for name, secret in _SECRETS.items():
             if any(secret[:12].encode(code) in content for code in ("utf-8", "utf-16-le")):
-                found.append((name, where))
-    return found
+                places.append((name, where))
+    return places
 
 
 @pytest.mark.parametrize("flags", [["--nproc", "1", *_TRACKERS], ["--nproc", "2"]], ids=["trackers", "two-ranks"])
@@ -83,8 +83,8 @@ def test_no_secret_of_the_environment_is_in_any_file_or_line_of_a_run(
 
 
 def test_the_search_sees_a_secret_that_is_said(tmp_path: Path, text: Path) -> None:
-    found = {place for name, place in leaks(run(tmp_path, code=_LEAKY)) if name == "HF_TOKEN"}
-    assert found == {"stdout", "run/train.log"}
+    places = {place for name, place in leaks(run(tmp_path, code=_LEAKY)) if name == "HF_TOKEN"}
+    assert places == {"stdout", "run/train.log"}
 
 
 def test_the_search_sees_a_secret_inside_an_archive(tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(measured: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((measured / "bench.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((measured / "bench.json").read_text())
+    return content
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +109,8 @@ def test_the_parts_of_a_step_add_up_to_it(report: dict[str, Any]) -> None:
 
 
 def test_parts_are_never_negative_however_noisy_the_clock() -> None:
-    found = workload._differences({"data": 0.2, "forward": 0.1, "backward": 0.9, "alone": 0.5, "step": 0.8})
-    assert found == pytest.approx(
+    parts_s = workload._differences({"data": 0.2, "forward": 0.1, "backward": 0.9, "alone": 0.5, "step": 0.8})
+    assert parts_s == pytest.approx(
         {"data": 0.2, "forward": 0.0, "backward": 0.6, "gradient_wait": 0.0, "optimizer": 0.0}
     )
 
@@ -293,9 +293,9 @@ def test_the_peak_is_seen_although_the_memory_is_free_again() -> None:
     gc.collect()  # what other tests left must not go while this one looks
     before = psutil.Process().memory_info().rss
     with peak_memory(torch.device("cpu")) as peak_bytes:
-        held = torch.ones(50_000_000)
-        held.mul_(2).sum().item()
-        del held
+        tensor = torch.ones(50_000_000)
+        tensor.mul_(2).sum().item()
+        del tensor
         assert peak_bytes() > before + 150e6
 
 

@@ -50,11 +50,11 @@ def test_a_loaded_checkpoint_goes_on_to_the_same_bits_however_many_ranks_wrote_i
         valid_loss=0.5,
     )
     commit(aside, tmp_path / "step-00000003", state, files, about={})
-    found = open_checkpoint(tmp_path / "step-00000003")
-    assert found.state == state
+    checkpoint = open_checkpoint(tmp_path / "step-00000003")
+    assert checkpoint.state == state
     other = Tied()
     other_optimizer = kind(other.parameters(), lr=0.1, **settings)  # type: ignore[call-arg,arg-type]
-    load(found, model=other, optimizer=other_optimizer)
+    load(checkpoint, model=other, optimizer=other_optimizer)
     for m, o in ((model, optimizer), (other, other_optimizer)):
         o.zero_grad()
         m.head(m.norm(m.embedding(torch.arange(7)))).square().mean().backward()
@@ -95,9 +95,9 @@ def test_the_fingerprint_sees_every_bit_name_and_type() -> None:
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_first_difference(tmp_path: Path) -> None:
-    found = open_checkpoint(save(RunFolder(tmp_path), 1))
+    checkpoint = open_checkpoint(save(RunFolder(tmp_path), 1))
     with pytest.raises(CheckpointError, match="is from a different model") as raised:
-        load(found, model=nn.Linear(2, 2), optimizer=None)
+        load(checkpoint, model=nn.Linear(2, 2), optimizer=None)
     assert "config.toml" in raised.value.fix
 
 
@@ -125,5 +125,5 @@ def test_a_checkpoint_of_another_version_is_named_and_never_set_aside(tmp_path: 
 def test_checkpoints_are_ordered_by_their_steps_however_long_those_are(tmp_path: Path) -> None:
     for name in ("step-100000000", "step-99999999", "step-00000007", "step-00000008.damaged", "step-x"):
         (tmp_path / name).mkdir()
-    found = [path.name for path in checkpoints.checkpoint_paths(tmp_path)]
-    assert found == ["step-00000007", "step-99999999", "step-100000000"]
+    names = [path.name for path in checkpoints.checkpoint_paths(tmp_path)]
+    assert names == ["step-00000007", "step-99999999", "step-100000000"]

@@ -106,8 +106,8 @@ def test_harm_to_any_file_is_noticed_and_the_checkpoint_before_is_used(
 ) -> None:
     harm(folder.checkpoint(20) / name)
     said: list[str] = []
-    found = newest_valid(folder.checkpoints, warn=said.append)
-    assert found is not None and found.step == 10
+    checkpoint = newest_valid(folder.checkpoints, warn=said.append)
+    assert checkpoint is not None and checkpoint.step == 10
     assert len(said) == 1 and "step-00000020 is damaged" in said[0] and "renamed to step-00000020.damaged" in said[0]
     assert name in said[0] or harm in (take_the_other_checkpoints, make_a_link)
     assert (folder.checkpoints / "step-00000020.damaged").exists() and not folder.checkpoint(20).exists()
@@ -184,8 +184,8 @@ def test_a_disk_that_fails_while_it_is_read_counts_as_damage(
 
     monkeypatch.setattr(checkpoints, "file_sha256", bad_sector)
     said: list[str] = []
-    found = newest_valid(folder.checkpoints, warn=said.append)
-    assert found is not None and found.step == 10 and "Input/output error" in said[0]
+    checkpoint = newest_valid(folder.checkpoints, warn=said.append)
+    assert checkpoint is not None and checkpoint.step == 10 and "Input/output error" in said[0]
 
 
 def test_a_damaged_checkpoint_on_a_disk_that_cannot_be_written_is_passed_over(
@@ -198,8 +198,9 @@ def test_a_damaged_checkpoint_on_a_disk_that_cannot_be_written_is_passed_over(
 
     monkeypatch.setattr(Path, "rename", read_only)
     said: list[str] = []
-    found = newest_valid(folder.checkpoints, warn=said.append)
-    assert found is not None and found.step == 10 and "it cannot be renamed (Read-only file system)" in said[0]
+    checkpoint = newest_valid(folder.checkpoints, warn=said.append)
+    assert checkpoint is not None and checkpoint.step == 10
+    assert "it cannot be renamed (Read-only file system)" in said[0]
 
 
 class Payload:
@@ -259,12 +260,12 @@ def test_a_damaged_pt_is_refused_or_the_harm_is_where_nothing_is_read(folder: Ru
     for each in harmed:
         file.write_bytes(each)
         try:
-            found = open_single_file(file)
+            opened = open_single_file(file)
         except CheckpointError:
             refused += 1
             continue
-        assert found.state == good.state and found.tensors is not None
-        assert all(torch.equal(found.tensors[name], tensor) for name, tensor in good.tensors.items())
+        assert opened.state == good.state and opened.tensors is not None
+        assert all(torch.equal(opened.tensors[name], tensor) for name, tensor in good.tensors.items())
     assert refused > len(harmed) / 2
 
 

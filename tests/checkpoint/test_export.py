@@ -19,10 +19,10 @@ Train = Callable[..., int]
 def test_a_pt_holds_what_the_checkpoint_holds_and_torch_reads_it_without_drumline(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(save(RunFolder(tmp_path), 7, valid_loss=1.5, parts=2))
     write_single_file(checkpoint, tmp_path / "one.pt")
-    found = open_single_file(tmp_path / "one.pt")
-    assert found.state == checkpoint.state and found.tensors is not None
+    exported = open_single_file(tmp_path / "one.pt")
+    assert exported.state == checkpoint.state and exported.tensors is not None
     plain = torch.load(tmp_path / "one.pt", weights_only=True)
-    assert plain["run"]["step"] == 7 and set(plain["model"]) | set(plain["optimizer"]) == set(found.tensors)
+    assert plain["run"]["step"] == 7 and set(plain["model"]) | set(plain["optimizer"]) == set(exported.tensors)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 

@@ -31,10 +31,10 @@ def test_a_run_a_checkpoint_a_step_and_a_pt_can_be_named_and_what_is_none_of_the
     write_single_file(open_checkpoint(path), tmp_path / "six.pt")
     for resume_from in (str(path), str(folder.path), str(tmp_path / "six.pt")):
         check_resume(resume_from, new)
-        found = find(resume_from, new, say=print)
-        assert found is not None and found.step == 6
-    found = find("4", folder, say=print)
-    assert found is not None and found.step == 4
+        checkpoint = find(resume_from, new, say=print)
+        assert checkpoint is not None and checkpoint.step == 6
+    checkpoint = find("4", folder, say=print)
+    assert checkpoint is not None and checkpoint.step == 4
     assert find("auto", new, say=print) is None
     for nothing in ("5", str(tmp_path / "nowhere"), str(tmp_path / "nowhere.pt"), str(new.path)):
         with pytest.raises(CheckpointError, match=r"neither a checkpoint nor a run .*: 4, 6\)"):
@@ -70,10 +70,10 @@ def test_a_run_that_goes_on_from_elsewhere_does_not_meet_its_own_newer_checkpoin
         path = tmp_path / "four.pt"
     model, optimizer = trained()
     memory = Snapshots(tmp_path / "memory", folder)
-    found = resume(
+    checkpoint = resume(
         str(path), folder, ALONE, model, optimizer, facts={}, allow_change=(), snapshots=memory, say=lambda line: None
     )
-    assert found is not None and found.step == 4 and steps(folder) == [2]
+    assert checkpoint is not None and checkpoint.step == 4 and steps(folder) == [2]
     assert all((folder.checkpoints / f"step-0000000{step}.superseded").exists() for step in (4, 6))
 
 
@@ -96,8 +96,8 @@ def test_a_disk_that_takes_no_mark_keeps_no_run_from_going_on(tmp_path: Path) ->
     folder.resumed = tmp_path / "not there" / ".resumed"
     model, optimizer = trained()
     memory = Snapshots(tmp_path / "memory", folder)
-    found = resume("2", folder, ALONE, model, optimizer, facts={}, allow_change=(), snapshots=memory, say=print)
-    assert found is not None and found.step == 2
+    checkpoint = resume("2", folder, ALONE, model, optimizer, facts={}, allow_change=(), snapshots=memory, say=print)
+    assert checkpoint is not None and checkpoint.step == 2
 
 
 @pytest.mark.parametrize("broke", ["before it was resumed", "before its first save", "after a save"])
@@ -106,15 +106,15 @@ def test_a_run_told_where_to_go_on_and_started_again_neither_begins_anew_nor_goe
 ) -> None:
     flags = ["--bitwise", "--save_every", "2", "--keep_checkpoints", "9"]
     assert train(*flags, "--run_dir", "first") == 0
-    told = [*flags, "--run_dir", "second", "--resume_from", "first/checkpoints/step-00000002"]
+    resume_flags = [*flags, "--run_dir", "second", "--resume_from", "first/checkpoints/step-00000002"]
     second = RunFolder(Path("second"))
     if broke != "before it was resumed":
-        assert train(*told) == 0
+        assert train(*resume_flags) == 0
         for path in checkpoint_paths(second.checkpoints)[1 if broke == "after a save" else 0 :]:
             shutil.rmtree(path)
     capsys.readouterr()
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert train(*told) == 0
+    assert train(*resume_flags) == 0
     source = second if broke == "after a save" else RunFolder(Path("first"))
     assert f"resuming from {source.checkpoint(2)} (step 2)" in capsys.readouterr().out
     assert second.read_status()["weights_sha256"] == RunFolder(Path("first")).read_status()["weights_sha256"]

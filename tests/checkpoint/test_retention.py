@@ -57,5 +57,5 @@ def test_each_reason_is_named(tmp_path: Path) -> None:
     for step, loss in ((10, 3.0), (20, 1.0), (30, 2.0)):
         (tmp_path / f"step-{step:08d}").mkdir()
         (tmp_path / f"step-{step:08d}" / "run.json").write_text(json.dumps({"valid_loss": loss}))
-    found = reasons(checkpoint_paths(tmp_path), Retention(last=1, every=20))
-    assert list(found.values()) == [[], ["every", "best"], ["newest"]]
+    reasons_by_path = reasons(checkpoint_paths(tmp_path), Retention(last=1, every=20))
+    assert list(reasons_by_path.values()) == [[], ["every", "best"], ["newest"]]

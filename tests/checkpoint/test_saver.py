@@ -124,9 +124,9 @@ class Sweep:
 
 def newest_step(folder: RunFolder) -> int:
     said: list[str] = []
-    found = newest_valid(folder.checkpoints, warn=said.append)
+    checkpoint = newest_valid(folder.checkpoints, warn=said.append)
     assert said == []  # a kill damages nothing that has its name
-    return found.step if found else 0
+    return checkpoint.step if checkpoint else 0
 
 
 def sweep(root: Path, size: int, kills: int) -> int:
@@ -169,9 +169,9 @@ def telling(
 ) -> Iterator[tuple[saver_module.Saver, list[tuple[str, dict[str, Any]]]]]:
     """A saver, and all that it tells."""
     folder.checkpoints.mkdir(parents=True)
-    told: list[tuple[str, dict[str, Any]]] = []
-    saver = saver_of(folder, tell=lambda message, event: told.append((message, event)), **settings)
-    yield saver, told
+    reports: list[tuple[str, dict[str, Any]]] = []
+    saver = saver_of(folder, tell=lambda message, event: reports.append((message, event)), **settings)
+    yield saver, reports
     saver.close()
 
 
@@ -191,10 +191,10 @@ def test_what_is_saved_is_the_state_when_it_was_asked_for_whatever_training_does
 
 
 def test_a_save_tells_its_bytes_its_stall_and_its_time(tmp_path: Path) -> None:
-    with telling(RunFolder(tmp_path / "run")) as (saver, told):
+    with telling(RunFolder(tmp_path / "run")) as (saver, reports):
         saver.save(state(4))
         saver.wait()
-    ((message, event),) = told
+    ((message, event),) = reports
     assert message == "" and event["event"] == "saved" and event["step"] == 4
     assert event["bytes"] > 100 and event["stall_s"] >= 0 and event["written_s"] > 0
 
@@ -203,7 +203,7 @@ def test_a_save_that_fails_is_told_at_the_next_step_and_the_checkpoint_before_is
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path / "run")
-    with telling(folder) as (saver, told):
+    with telling(folder) as (saver, reports):
         saver.save(state(10))
         saver.wait()
 
@@ -213,9 +213,9 @@ def test_a_save_that_fails_is_told_at_the_next_step_and_the_checkpoint_before_is
         monkeypatch.setattr(os, "fsync", full)
         saver.save(state(20))
         saver._job.own.exception(TIMEOUT_S)  # type: ignore[union-attr]
-        assert len(told) == 1  # nobody is told in the middle of a step
+        assert len(reports) == 1  # nobody is told in the middle of a step
         saver.poll()
-        message, event = told[1]
+        message, event = reports[1]
         assert event["event"] == "save failed" and event["step"] == 20 and event["why"] == "No space left on device"
         assert str(folder.checkpoints) in message and f"({count(event['bytes'])}B needed, " in message
         assert "The one of step 10 is kept" in message and "retried in 2 s" in message and "\n" not in message
@@ -232,12 +232,12 @@ def test_a_save_that_fails_is_told_at_the_next_step_and_the_checkpoint_before_is
 def test_a_disk_that_stays_full_for_days_is_tried_at_most_every_minute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with telling(RunFolder(tmp_path / "run")) as (saver, told):
+    with telling(RunFolder(tmp_path / "run")) as (saver, reports):
         monkeypatch.setattr(saver, "_write_part", _refuse)
         saver._failures = 5000
         saver.save(state(1))
         saver.wait()
-    assert "retried in 60 s" in told[-1][0]
+    assert "retried in 60 s" in reports[-1][0]
 
 
 def _refuse(*arguments: Any) -> None:
@@ -249,13 +249,13 @@ def test_a_run_that_must_stop_gives_up_after_a_few_tries_and_says_what_is_saved(
 ) -> None:
     monkeypatch.setattr(saver_module, "_RETRY_S", (0.001, 0.01))
     folder = RunFolder(tmp_path / "run")
-    with telling(folder) as (saver, told):
+    with telling(folder) as (saver, reports):
         save(folder, 3)
         monkeypatch.setattr(saver, "_write_part", _refuse)
         with pytest.raises(CheckpointError, match="step 9 could not be saved") as raised:
             saver.finish(state(9), give_up=lambda: True)
     assert "the newest checkpoint is of step 3" in raised.value.problem and "kept in /dev/shm" in raised.value.problem
-    assert [event["event"] for _, event in told] == ["save failed"] * 3
+    assert [event["event"] for _, event in reports] == ["save failed"] * 3
     snapshots = Snapshots.of(RunFolder(folder.path))
     kept = snapshots.newest(warn=print)
     snapshots.clear()
@@ -264,11 +264,11 @@ def test_a_run_that_must_stop_gives_up_after_a_few_tries_and_says_what_is_saved(
 
 def test_a_run_folder_that_is_gone_is_not_made_anew_where_its_disk_was(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    with telling(folder) as (saver, told):
+    with telling(folder) as (saver, reports):
         folder.path.rename(tmp_path / "away")
         saver.save(state(1))
         saver.wait()
-    assert told[0][1]["event"] == "save failed" and not folder.path.exists()
+    assert reports[0][1]["event"] == "save failed" and not folder.path.exists()
 
 
 def on_two_hosts(root: Path) -> list[int]:
@@ -300,14 +300,14 @@ def one_runs_ahead(root: Path) -> list[int]:
     def work(rank: int) -> None:
         world = world_of(rank, 2, root / "meet")
         assert world.store is not None
-        store, told = world.store, []
+        store, events = world.store, []
 
         def reached(point: str) -> None:
             if rank == 0 and point == "after the rename":
                 store.wait(["rank 1 is ahead"], timedelta(seconds=TIMEOUT_S))
 
         def tell(message: str, event: dict[str, Any]) -> None:
-            told.append(event["event"])
+            events.append(event["event"])
 
         saver = saver_of(RunFolder(root / "run"), world=world, reached=reached, tell=tell, of=of)
         for step in (1, 2):
@@ -316,7 +316,7 @@ def one_runs_ahead(root: Path) -> list[int]:
                 saver.wait()
         store.set("rank 1 is ahead", "") if rank == 1 else None
         saver.wait()
-        assert rank == 1 or told == ["saved", "saved"], told
+        assert rank == 1 or events == ["saved", "saved"], events
         world.gather(None)
 
     return forked(2, work)

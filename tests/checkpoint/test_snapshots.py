@@ -48,8 +48,8 @@ def test_only_the_newest_snapshot_is_held_and_leftovers_go(memory: Path, tmp_pat
         (snapshots.folder / leftover).mkdir()
     keep(snapshots, 3)
     assert sorted(path.name for path in snapshots.folder.iterdir()) == [".lock", "run", "step-00000003"]
-    found = snapshots.newest(warn=print)
-    assert found is not None and found.step == 3
+    newest = snapshots.newest(warn=print)
+    assert newest is not None and newest.step == 3
     assert snapshots.folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -75,23 +75,23 @@ def test_the_memory_is_given_back_and_other_runs_keep_theirs(memory: Path, tmp_p
 def test_snapshots_are_off_while_there_is_no_room_and_that_is_said_once(
     memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scarce: str
 ) -> None:
-    told: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     free_bytes = {"shm": 1 << 40, "memory": 1 << 40}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free_bytes["shm"]))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free_bytes["memory"]))
     snapshots = Snapshots.of(RunFolder(tmp_path), "run")
-    saver = saver_of(RunFolder(tmp_path / "run"), tell=lambda message, event: told.append(event), snapshots=snapshots)
+    saver = saver_of(RunFolder(tmp_path / "run"), tell=lambda message, event: events.append(event), snapshots=snapshots)
     saver.poll()
     assert saver._prepared is not None
     saver._prepared.result()
-    for step, room_bytes, held in ((1, 1 << 40, 1), (2, -5000, 1), (3, -5000, 1), (4, 1 << 40, 4)):
+    for step, room_bytes, kept_step in ((1, 1 << 40, 1), (2, -5000, 1), (3, -5000, 1), (4, 1 << 40, 4)):
         free_bytes[scarce] = room_bytes
         saver.snapshot(state(step))
         saver.wait()
-        assert [step_of(path) for path in checkpoint_paths(snapshots.folder)] == [held]
+        assert [step_of(path) for path in checkpoint_paths(snapshots.folder)] == [kept_step]
     saver.forget_snapshots()
     saver.close()
-    assert [event["event"] for event in told] == ["snapshots off"] and f"of memory in {memory}" in told[0]["why"]
+    assert [event["event"] for event in events] == ["snapshots off"] and f"of memory in {memory}" in events[0]["why"]
     assert list(memory.iterdir()) == []
 
 
@@ -188,13 +188,13 @@ def test_the_memory_of_a_run_that_was_deleted_is_given_back_by_the_next_one(memo
         keep(snapshots, 1)
         if run is gone:
             shutil.rmtree(run.path)
-            held = snapshots
+            orphaned = snapshots
     Snapshots.of(living).forget_others()
-    assert held.folder.exists()  # its process still lives
-    assert held._lock is not None
-    held._lock.close()
+    assert orphaned.folder.exists()  # its process still lives
+    assert orphaned._lock is not None
+    orphaned._lock.close()
     Snapshots.of(living).forget_others()
-    assert not held.folder.exists() and Snapshots.of(living).newest(warn=print) is not None
+    assert not orphaned.folder.exists() and Snapshots.of(living).newest(warn=print) is not None
 
 
 def test_a_run_that_takes_no_snapshots_and_has_left_none_does_without_them(memory: Path, tmp_path: Path) -> None:

@@ -48,11 +48,11 @@ def test_each_recipe_can_be_chosen_for_each_preset_and_modern_ones_have_the_mode
     for name in PRESETS:
         default = "modern" if name.startswith("modern") else "classic"
         assert with_preset(TrainConfig(model=ModelSettings(preset=name))).model.recipe == default
-        found = settings(with_preset(TrainConfig(model=ModelSettings(preset=name, recipe=recipe))))
-        assert found["recipe"] == recipe
+        resolved = settings(with_preset(TrainConfig(model=ModelSettings(preset=name, recipe=recipe))))
+        assert resolved["recipe"] == recipe
         expected = {**RECIPES[recipe], **PRESETS[name].adjusted}
         rate = expected.pop("head_lr", None)  # at one width
-        assert {key: found[key] for key in expected} == expected and (found["head_lr"] is None) == (rate is None)
+        assert {key: resolved[key] for key in expected} == expected and (resolved["head_lr"] is None) == (rate is None)
 
 
 @pytest.mark.parametrize("name", ["tiny", "modern-tiny"])
@@ -70,8 +70,8 @@ def test_the_classic_recipe_is_adamw_with_warmup_and_cosine_and_nothing_added_to
 def test_the_rate_is_that_of_the_optimizer_in_use() -> None:
     def rates(**optim: Any) -> tuple[Any, ...]:
         recipe = optim.pop("recipe", "modern")
-        found = with_preset(TrainConfig(model=ModelSettings(recipe=recipe), optim=OptimConfig(**optim))).optim
-        return found.lr, found.embedding_lr, found.head_lr
+        resolved = with_preset(TrainConfig(model=ModelSettings(recipe=recipe), optim=OptimConfig(**optim))).optim
+        return resolved.lr, resolved.embedding_lr, resolved.head_lr
 
     chosen = PRESETS["modern-tiny"]
     modern = {**RECIPES["modern"], **chosen.adjusted}

@@ -141,9 +141,9 @@ def test_short_contexts_are_the_same_tokens_in_the_same_order_until_their_last_s
     whole, short = (TokenBatches(token_file(101), BatchPlan(3, 2), context=8, seed=0) for _ in range(2))
     short.short_steps = 2
     for step in range(4):
-        for expected, found in zip(whole.micro_batch(step, 1)[:2], short.micro_batch(step, 1)[:2], strict=True):
-            assert found.shape == ((12, 2) if step < 2 else (3, 8)) and found.shape[1] == short.context_of(step)
-            assert torch.equal(found.flatten(), expected.flatten())
+        for expected, actual in zip(whole.micro_batch(step, 1)[:2], short.micro_batch(step, 1)[:2], strict=True):
+            assert actual.shape == ((12, 2) if step < 2 else (3, 8)) and actual.shape[1] == short.context_of(step)
+            assert torch.equal(actual.flatten(), expected.flatten())
 
 
 def test_documents_stay_apart_in_short_contexts() -> None:

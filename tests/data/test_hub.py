@@ -118,8 +118,8 @@ def test_a_wikitext_name_gives_articles_of_the_right_configuration(asked, source
     assert all(has_split(source, split) for split in ("train", "validation", "test"))
     assert source_key(source) == f"hub {name}:{config}" and source_bytes(source) is None
     assert asked == []
-    found = list(documents(source, split="validation"))
-    assert found == [
+    articles = list(documents(source, split="validation"))
+    assert articles == [
         Document(f"{source}/validation:2", ARTICLES[0]),
         Document(f"{source}/validation:7", ARTICLES[1]),
     ]

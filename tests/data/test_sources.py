@@ -30,9 +30,9 @@ def here(tmp_path, monkeypatch):
 
 def test_a_folder_is_read_recursively_in_the_order_of_its_paths(tmp_path):
     source = tree(tmp_path, "b.md", "a/z.txt", "a/b/c.py", "c.RS")
-    found = list(documents(source))
-    assert [document.text for document in found] == ["a/b/c.py", "a/z.txt", "b.md", "c.RS"]
-    assert found[0].name == f"{source}/a/b/c.py"
+    read_documents = list(documents(source))
+    assert [document.text for document in read_documents] == ["a/b/c.py", "a/z.txt", "b.md", "c.RS"]
+    assert read_documents[0].name == f"{source}/a/b/c.py"
 
 
 def test_a_folder_gives_no_hidden_files_and_none_that_are_not_text_by_name(tmp_path):
@@ -77,13 +77,13 @@ def test_a_file_whose_name_looks_like_a_glob_or_a_function_is_a_file(here):
 
 
 def test_the_builtin_corpus_is_large_clean_and_the_same_each_time():
-    found = list(documents("builtin"))
-    names = [document.name for document in found]
+    corpus = list(documents("builtin"))
+    names = [document.name for document in corpus]
     assert names == sorted(names, key=lambda name: name.split("/")) and "asyncio/events.py" in names
     assert not any({"test", "tests", "site-packages", "idle_test"} & set(name.split("/")) for name in names)
     if sys.version_info[:2] == (3, 11):
-        assert sum(len(document.text.encode()) for document in found) > 9e6
-    assert found == list(documents("builtin"))
+        assert sum(len(document.text.encode()) for document in corpus) > 9e6
+    assert corpus == list(documents("builtin"))
 
 
 def test_the_builtin_corpus_never_fails_on_a_file(tmp_path, monkeypatch):
@@ -185,9 +185,9 @@ def test_the_size_is_known_for_files_and_not_for_functions(tmp_path):
     source = tree(tmp_path, "a.txt", "b/c.txt", "d.png")
     assert source_bytes(source) == len("a.txt" + "b/c.txt")
     assert source_bytes("made:few") is None
-    told: list[int] = []
-    list(documents("builtin", on_bytes=told.append))
-    assert sum(told) == source_bytes("builtin")
+    byte_counts: list[int] = []
+    list(documents("builtin", on_bytes=byte_counts.append))
+    assert sum(byte_counts) == source_bytes("builtin")
 
 
 @pytest.mark.parametrize("source", ["corpus", "corpus/a.txt", "builtin", "json:dumps"])

@@ -126,9 +126,9 @@ def test_the_bytes_told_add_up_to_the_size_on_disk(tmp_path, name):
     if name == "bad.jsonl":
         data += b"\xff"
     write(path, PACK[path.suffix if path.suffix in PACK else ""](data))
-    told: list[int] = []
-    list(documents(str(path), on_bytes=told.append, on_error="skip"))
-    assert sum(told) == path.stat().st_size
+    byte_counts: list[int] = []
+    list(documents(str(path), on_bytes=byte_counts.append, on_error="skip"))
+    assert sum(byte_counts) == path.stat().st_size
 
 
 def test_bad_utf8_is_named_by_line_and_byte(tmp_path):

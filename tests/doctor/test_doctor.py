@@ -131,9 +131,9 @@ def test_hosts_that_are_asked_for_or_that_a_launcher_started_check_each_other(
 )
 def test_flags_that_cannot_work_are_refused_in_two_lines(flags: str, problem: str, fix: str, capsys: Captured) -> None:
     assert run_command(["doctor", *flags.split()]) == EXIT_USER
-    told = capsys.readouterr()
-    first, second = told.err.splitlines()
-    assert problem in first and second == f"  fix: {fix}" and told.out == ""
+    printed = capsys.readouterr()
+    first, second = printed.err.splitlines()
+    assert problem in first and second == f"  fix: {fix}" and printed.out == ""
 
 
 def test_over_ssh_the_hosts_are_told_where_to_meet_and_what_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,14 +159,14 @@ def test_a_host_that_is_missing_is_named_where_names_are_given(tmp_path: Path, c
 
 
 def test_one_process_of_each_host_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    with socket.socket() as held:  # as torchrun does
-        held.bind(("", 0))
-        held.listen()
+    with socket.socket() as listener:  # as torchrun does
+        listener.bind(("", 0))
+        listener.listen()
         started = {
             "WORLD_SIZE": "2",
             "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(held.getsockname()[1]),
+            "MASTER_PORT": str(listener.getsockname()[1]),
         }
         for name, value in {"RANK": "0", "LOCAL_RANK": "0", **started}.items():
             monkeypatch.setenv(name, value)
@@ -212,25 +212,26 @@ def test_train_warns_goes_on_and_says_how_to_skip_the_checks(
 def test_a_rank_that_cannot_find_rank_0_says_so_and_why(
     train: Train, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # and does not listen
+    with socket.socket() as bound_socket:
+        bound_socket.bind(("127.0.0.1", 0))  # and does not listen
         place = {"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in {**place, "MASTER_PORT": str(held.getsockname()[1])}.items():
+        for name, value in {**place, "MASTER_PORT": str(bound_socket.getsockname()[1])}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr("drumline.cli.doctor._RANK_0_S", 1.0)
         monkeypatch.setattr("drumline.cli.doctor._SAY_S", 0.1)
         assert train() == EXIT_USER
-    told = capsys.readouterr().err
-    assert "to answer (refused); start the run there too\n" in told
-    assert "nothing listens there, or a firewall rejects it\n  fix: start the run on 127.0.0.1 too" in told
+    stderr = capsys.readouterr().err
+    assert "to answer (refused); start the run there too\n" in stderr
+    assert "nothing listens there, or a firewall rejects it\n  fix: start the run on 127.0.0.1 too" in stderr
 
 
 def test_train_refuses_at_once_what_cannot_work(train: Train, tmp_path: Path, capsys: Captured) -> None:
     Path("file").touch()
     assert train("--run_dir", "file/run") == EXIT_USER
-    told = capsys.readouterr().err.splitlines()
-    assert told[0] == f"error: disk: {tmp_path}/file/run is not writable (Not a directory)"
-    assert told[1] == "  to skip these checks: --doctor off" and told[2].startswith("  fix: drumline train --run_dir ")
+    error_lines = capsys.readouterr().err.splitlines()
+    assert error_lines[0] == f"error: disk: {tmp_path}/file/run is not writable (Not a directory)"
+    assert error_lines[1] == "  to skip these checks: --doctor off"
+    assert error_lines[2].startswith("  fix: drumline train --run_dir ")
     assert not Path("data").exists()  # nothing was prepared for it
 
 
@@ -285,7 +286,7 @@ def test_room_is_asked_for_all_checkpoints_that_will_be_kept(tmp_path: Path, mon
     assert before(**keeping, keep_checkpoints=1)["disk"].state == "ok"  # two of 33 MB: one is written before one goes
     finding = before(**keeping, keep_checkpoints=2)["disk"]
     assert finding.state == "warning" and "the run's checkpoints will take about 88.5MB" in finding.what
-    held = tmp_path / "run" / "checkpoints" / "step-00000001"
-    held.mkdir(parents=True)
-    (held / "model-1-of-1").write_bytes(bytes(33_000_000))  # its room will be free again
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model-1-of-1").write_bytes(bytes(33_000_000))  # its room will be free again
     assert before(**keeping, keep_checkpoints=2)["disk"].state == "ok"

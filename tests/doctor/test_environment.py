@@ -108,10 +108,10 @@ def test_loopback_is_no_way_to_other_hosts() -> None:
 
 def test_a_host_that_has_no_address_and_a_port_that_is_taken_are_found() -> None:
     assert judged("MASTER_ADDR", "nowhere.invalid", resolves=lambda host: False).state == "failed"
-    with socket.socket() as held:
-        held.bind(("", 0))
-        held.listen()
-        port = held.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         assert not is_free(port)
         finding = judged("MASTER_PORT", str(port), port_is_free=is_free)
     assert finding.state == "warning" and finding.fix.startswith("export MASTER_PORT=") and str(port) not in finding.fix

@@ -266,28 +266,28 @@ def test_a_host_whose_gpu_torch_cannot_use_is_told_so_and_not_to_install_torch()
 def test_the_host_with_other_data_is_named_with_the_line_that_copies_it(count: int) -> None:
     hosts = [host(number, data_paths={"tokens": "/data/tokens"}) for number in range(count)]
     hosts[1] = replace(hosts[1], data_paths={"tokens": "/mnt/tokens"})
-    told = {number: {"tokens/train.bin": "a" * 64} for number in range(count)}
-    (finding,) = compare_data(hosts, {**told, 1: {"tokens/train.bin": "b" * 64}})
+    digests = {number: {"tokens/train.bin": "a" * 64} for number in range(count)}
+    (finding,) = compare_data(hosts, {**digests, 1: {"tokens/train.bin": "b" * 64}})
     assert (finding.check, finding.host) == ("data", "host-1")
     assert finding.what == "tokens/train.bin on host-1 is sha256 bbbbbbbbbbbb, on host-0 sha256 aaaaaaaaaaaa"
     assert finding.fix == "rsync -a host-0:/data/tokens /mnt/"
-    (finding,) = compare_data(hosts, {**told, 1: {"tokens/train.bin": "7 bytes, but 9 in its manifest"}})
+    (finding,) = compare_data(hosts, {**digests, 1: {"tokens/train.bin": "7 bytes, but 9 in its manifest"}})
     assert finding.what.startswith("tokens/train.bin on host-1 is 7 bytes, but 9 in its manifest, on host-0 sha256 aa")
 
 
 def test_data_that_is_alike_is_told_with_how_it_was_compared() -> None:
     hosts = [host(number, data_paths={"text": "/data/text"}) for number in range(2)]
 
-    def told(**data: str) -> Finding:
+    def comparison(**data: str) -> Finding:
         (finding,) = compare_data(hosts, dict.fromkeys(range(2), data))
         return finding
 
-    assert told(a="a" * 64) == Finding("data", "ok", "on all hosts 1 file is identical")
+    assert comparison(a="a" * 64) == Finding("data", "ok", "on all hosts 1 file is identical")
     listed, tokens = "b" * 64 + BY_NAME, "c" * 64 + BY_MANIFEST
-    assert told(text=listed).what == "on all hosts 1 folder is identical by name and size"
+    assert comparison(text=listed).what == "on all hosts 1 folder is identical by name and size"
     both = "on all hosts 1 file is identical, 2 files are identical by manifest and size"
-    assert told(a="a" * 64, b=tokens, c=tokens).what == both
-    nowhere = told(text="missing")
+    assert comparison(a="a" * 64, b=tokens, c=tokens).what == both
+    nowhere = comparison(text="missing")
     assert (nowhere.state, nowhere.what, nowhere.fix) == ("failed", "text is missing on every host", "ls -l /data/text")
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from helpers.elastic_hosts import TIMEOUT_S, goes_on, kill, link, meetings, ranks, step, wait
+from helpers.elastic_hosts import TIMEOUT_S, goes_on, kill, link, ranks, rendezvous_count, step, wait
 from helpers.hosts import Host, Started, two_hosts
 from helpers.small import small
 
@@ -44,7 +44,7 @@ def train(tmp_path: Path, text: Path) -> Callable[..., Started]:
 def together(hosts: tuple[Host, Host], train: Callable[..., Started], run: Path) -> tuple[Started, Started]:
     """Both hosts training."""
     one, two = (train(host, *ENDPOINT) for host in hosts)
-    wait(lambda: meetings(one, two) > 0, "two ranks", one, two)
+    wait(lambda: rendezvous_count(one, two) > 0, "two ranks", one, two)
     goes_on(run, one, two)
     return one, two
 
@@ -99,9 +99,9 @@ def test_a_host_that_dies_and_comes_back_is_done_without_and_taken_in_again(
     one, _ = together(hosts, train, tmp_path / "run")
     kill(b)
     goes_on(tmp_path / "run", one)
-    before = meetings(one)
+    before = rendezvous_count(one)
     again = train(b, *ENDPOINT)
-    wait(lambda: meetings(one, again) > before, "two ranks again", one, again)
+    wait(lambda: rendezvous_count(one, again) > before, "two ranks again", one, again)
     goes_on(tmp_path / "run", one, again)
     assert "everything is saved" in one.said  # host a was asked, and no step was lost
 
@@ -115,9 +115,9 @@ def test_a_host_whose_link_falls_silent_ends_its_ranks_and_comes_back_when_it_ca
     wait(lambda: not ranks(b), "no ranks on host b", one, two)
     goes_on(tmp_path / "run", one, two)
     assert "lost the connection to the rendezvous host" in two.said
-    before = meetings(one, two)
+    before = rendezvous_count(one, two)
     link(b, "up")
-    wait(lambda: meetings(one, two) > before, "two ranks again", one, two)
+    wait(lambda: rendezvous_count(one, two) > before, "two ranks again", one, two)
     goes_on(tmp_path / "run", one, two)
 
 
@@ -129,11 +129,11 @@ def test_when_the_host_that_keeps_the_meeting_point_dies_another_takes_over(
     one = train(a, *endpoint)
     wait((tmp_path / "run" / ".leader" / "epoch-1.json").exists, "a leader", one)
     two = train(b, *endpoint)
-    wait(lambda: meetings(one, two) > 0, "two ranks", one, two)
+    wait(lambda: rendezvous_count(one, two) > 0, "two ranks", one, two)
     goes_on(tmp_path / "run", one, two)
     kill(a)
     goes_on(tmp_path / "run", two)
-    before = meetings(two)
+    before = rendezvous_count(two)
     again = train(a, *endpoint)
-    wait(lambda: meetings(two, again) > before, "two ranks again", two, again)
+    wait(lambda: rendezvous_count(two, again) > before, "two ranks again", two, again)
     goes_on(tmp_path / "run", two, again)

@@ -120,7 +120,7 @@ def test_a_rank_that_exits_early_is_the_cause_and_not_those_that_lost_it() -> No
 
 def test_a_host_whose_ranks_lost_their_peer_adds_what_they_waited_in() -> None:
     hang = Hang(1, "data", 12, 2.0, frozen=False)
-    told = hang_cause(hang, [End(1, 11, None, 12, phase="data")], stopped=False, stacks={1: LOOP}).as_dict()
+    hang_report = hang_cause(hang, [End(1, 11, None, 12, phase="data")], stopped=False, stacks={1: LOOP}).as_dict()
     trace = (
         "Traceback (most recent call last):\n"
         '  File "/src/drumline/step.py", line 97, in __call__\n    scaled.backward()\n'
@@ -129,7 +129,7 @@ def test_a_host_whose_ranks_lost_their_peer_adds_what_they_waited_in() -> None:
     )
     lost = {"exception": "RuntimeError: Connection closed by peer", "traceback": trace, "time": 5.0, "host": "here"}
     cause = cause_of_another_host(
-        {**told, "others": list(told["others"])}, [End(0, 10, 70, 12, lost, "exchange", GRADIENTS)]
+        {**hang_report, "others": list(hang_report["others"])}, [End(0, 10, 70, 12, lost, "exchange", GRADIENTS)]
     )
     assert cause.rank == 1 and " in forever" in cause.trace and trace in cause.trace
     assert cause.others[-1].endswith(

@@ -90,7 +90,7 @@ def test_each_way_to_stand_still_or_leave_is_named_and_the_run_goes_on_to_its_en
         timeout=TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
-    told = done.stderr
+    err = done.stderr
     waits = r"\nrank 0 \(process \d+\) waits in the sum of the gradients at step "
     rank_1 = r"rank 1 on \S+ \(process \d+\) "
     for report in (
@@ -100,10 +100,10 @@ def test_each_way_to_stand_still_or_leave_is_named_and_the_run_goes_on_to_its_en
         r"was frozen for \d+ s in data at step \d+, in at \(work.py:\d+\); restart.*" + waits,
         r"was stopped \(SIGSTOP\) for \d+ s in compute at step \d+, in at \(work.py:\d+\); restart.*" + waits,
     ):
-        assert re.search(rank_1 + report, told), f"{report}\n{told}"
-    assert len(re.findall(rank_1 + r"exited with code 0 at step \d+ before the end of the run; rest", told)) == 2, told
-    assert re.search(r" in loop_for_ever\n  File .*work.py.* in at\n  File .*work.py.* in __getitem__\n", told), told
-    assert not re.search(r"^rank 0 on ", told, re.MULTILINE), told
+        assert re.search(rank_1 + report, err), f"{report}\n{err}"
+    assert len(re.findall(rank_1 + r"exited with code 0 at step \d+ before the end of the run; rest", err)) == 2, err
+    assert re.search(r" in loop_for_ever\n  File .*work.py.* in at\n  File .*work.py.* in __getitem__\n", err), err
+    assert not re.search(r"^rank 0 on ", err, re.MULTILINE), err
 
 
 STUCK = """

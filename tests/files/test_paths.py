@@ -22,13 +22,13 @@ def names_in(source: str) -> set[str]:
     """Names of a run's folder in strings that are paths: of one word, and not documentation."""
     tree = ast.parse(source)
     joined = {id(node.right) for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)}
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and not re.search(r"\s", node.value):
             words = node.value.split("/")
             is_path = len(words) > 1 or id(node) in joined or "." in node.value
-            found |= NAMES.intersection(words) if is_path else set()
-    return found
+            names |= NAMES.intersection(words) if is_path else set()
+    return names
 
 
 def test_names_of_a_run_folder_are_recognised_in_paths() -> None:

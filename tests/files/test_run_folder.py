@@ -31,7 +31,7 @@ with RunFolder(Path(sys.argv[1])).hold():
 
 
 @contextmanager
-def held(folder: RunFolder, *, fork: bool = False) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def folder_holder(folder: RunFolder, *, fork: bool = False) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process that holds the folder, and the pid of its forked child, if it was to have one."""
     command = [sys.executable, "-c", _HOLD, str(folder.path), "fork" if fork else "alone"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -47,7 +47,7 @@ def held(folder: RunFolder, *, fork: bool = False) -> Iterator[tuple[subprocess.
 
 def test_a_second_process_on_a_run_folder_is_refused_and_told_who_holds_it(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    with held(folder) as (process, _):
+    with folder_holder(folder) as (process, _):
         with pytest.raises(ConfigError) as refused, folder.hold(wait_s=0.1):
             pass
         assert refused.value.problem == (
@@ -58,7 +58,7 @@ def test_a_second_process_on_a_run_folder_is_refused_and_told_who_holds_it(tmp_p
 
 def test_a_process_killed_a_moment_ago_does_not_hinder_the_next_one(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    with held(folder) as (process, _):
+    with folder_holder(folder) as (process, _):
         late = threading.Timer(0.3, process.kill)
         late.start()
         with folder.hold(wait_s=60):
@@ -68,7 +68,7 @@ def test_a_process_killed_a_moment_ago_does_not_hinder_the_next_one(tmp_path: Pa
 
 
 def test_a_forked_child_that_outlives_the_run_does_not_hold_its_folder(tmp_path: Path) -> None:
-    with held(RunFolder(tmp_path), fork=True) as (process, child):
+    with folder_holder(RunFolder(tmp_path), fork=True) as (process, child):
         process.kill()
         process.wait()
         os.kill(child, 0)  # it is there still

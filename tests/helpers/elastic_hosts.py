@@ -21,8 +21,8 @@ def wait(condition: Callable[[], bool], what: str, *started: Started) -> float:
     since = time.monotonic()
     while not condition():
         if time.monotonic() - since > TIMEOUT_S:
-            told = "\n".join(f"--- {each.host}\n{each.said[-3000:]}" for each in started)
-            raise AssertionError(f"not after {TIMEOUT_S} s: {what}\n{told}")
+            output = "\n".join(f"--- {each.host}\n{each.said[-3000:]}" for each in started)
+            raise AssertionError(f"not after {TIMEOUT_S} s: {what}\n{output}")
         time.sleep(0.05)
     return time.monotonic() - since
 
@@ -37,20 +37,20 @@ def goes_on(run: Path, *started: Started) -> float:
     return wait(lambda: step(run) > reached + 3, f"more than {reached} steps", *started)
 
 
-def meetings(*started: Started) -> int:
+def rendezvous_count(*started: Started) -> int:
     """How often two ranks began to train together."""
     return sum(each.said.count(" x 2 ranks ") for each in started)
 
 
 def ranks(host: Host) -> list[int]:
     """The processes on a host that are ranks."""
-    found = []
+    rank_pids = []
     pids = subprocess.run(["ip", "netns", "pids", host.namespace], capture_output=True, text=True, check=True).stdout
     for pid in pids.split():
         with contextlib.suppress(OSError):
             if "/pulse-" in Path(f"/proc/{pid}/maps").read_text():
-                found.append(int(pid))
-    return found
+                rank_pids.append(int(pid))
+    return rank_pids
 
 
 def kill(host: Host) -> None:

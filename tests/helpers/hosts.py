@@ -193,18 +193,18 @@ def hosts_on_a_switch(scratch: Path, count: int, *, delay_last_s: float = 0.0) -
             _ip("netns", "add", host.namespace)
             stack.callback(_ip, "netns", "del", host.namespace)
             stack.callback(host.end_all)
-            port, held = f"port{number}", bool(delay_last_s) and host is hosts[-1]
+            port, delayed = f"port{number}", bool(delay_last_s) and host is hosts[-1]
             _ip("link", "add", "eth0", "netns", host.namespace, "type", "veth", "peer", "name", port, "netns", switch)
             _ip("-n", host.namespace, "address", "add", f"{host.address}/24", "dev", "eth0")
             for card in ("lo", "eth0"):
                 _ip("-n", host.namespace, "link", "set", card, "up")
-            if held:
-                _ip("-n", switch, "link", "add", "held", "type", "veth", "peer", "name", "behind")
-            for card in (port, *(("held", "behind") if held else ())):
+            if delayed:
+                _ip("-n", switch, "link", "add", "delayed", "type", "veth", "peer", "name", "behind")
+            for card in (port, *(("delayed", "behind") if delayed else ())):
                 _ip("-n", switch, "link", "set", card, "up")
-            _ip("-n", switch, "link", "set", "behind" if held else port, "master", "switch")
-            if held:
-                stack.enter_context(_relay(switch, [each.namespace for each in hosts], port, "held", delay_last_s))
+            _ip("-n", switch, "link", "set", "behind" if delayed else port, "master", "switch")
+            if delayed:
+                stack.enter_context(_relay(switch, [each.namespace for each in hosts], port, "delayed", delay_last_s))
         _wait_for_links(hosts)
         yield hosts
 

@@ -97,8 +97,8 @@ TOKENS = 6 * 24
 
 
 def rope() -> Tensor:
-    found: Tensor = GPT(MODERN).rope[:, :24].to(DEVICE)  # type: ignore[index]
-    return found
+    table: Tensor = GPT(MODERN).rope[:, :24].to(DEVICE)  # type: ignore[index]
+    return table
 
 
 @NEEDS_TRITON

@@ -103,9 +103,9 @@ def test_each_pod_runs_the_supervisor_of_its_host_and_they_meet_at_the_first() -
 def test_pods_to_be_checked_meet_too(kind: str, endpoint: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch(*TWO_BY_EIGHT, "--kind", kind, "--", "doctor", "--quick") == 0
     *_, document = documents(capsys.readouterr().out)
-    told = document["spec"]["trainer"] if kind == "trainjob" else pod_of(document)["containers"][0]
-    assert told["command"][:4] == ["drumline", "doctor", "--nnodes", "2"] and told["command"][-1] == "--quick"
-    assert told["command"][5].startswith(endpoint)
+    container = document["spec"]["trainer"] if kind == "trainjob" else pod_of(document)["containers"][0]
+    assert container["command"][:4] == ["drumline", "doctor", "--nnodes", "2"] and container["command"][-1] == "--quick"
+    assert container["command"][5].startswith(endpoint)
     assert launch("--nodes", "1", *TWO_BY_EIGHT[2:], "--", "doctor") == 0
     assert "--nnodes" not in capsys.readouterr().out
 

@@ -53,8 +53,8 @@ RECORDER = '#!/bin/bash\nprintf "%s\\n" "$*" >> "$0.calls"\nexec ssh "$@" < <(te
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with two_hosts_with_sshd(tmp_path_factory.mktemp("cluster")) as found:
-        yield found
+    with two_hosts_with_sshd(tmp_path_factory.mktemp("cluster")) as running:
+        yield running
 
 
 @pytest.fixture
@@ -95,10 +95,10 @@ def test_two_hosts_train_the_bits_of_one_process_and_run_what_the_dry_run_shows(
     # What was run is what was shown, and nobody could see the secret.
     dry = [line.partition(": ")[2] for line in shown.said.splitlines()]
     calls = Path(f"{recorder}.calls").read_text().splitlines()
-    told = [line for line in Path(f"{recorder}.told").read_text().splitlines() if line.startswith("{")]
+    orders = [line for line in Path(f"{recorder}.told").read_text().splitlines() if line.startswith("{")]
     assert sorted(" ".join(shlex.split(line)) for line in dry[::2]) == sorted(f"{recorder} {call}" for call in calls)
-    assert sorted(dry[1::2]) == sorted(line.replace(SECRET, "***") for line in told)
-    assert all(SECRET in line and "NOT_PASSED" not in line for line in told)
+    assert sorted(dry[1::2]) == sorted(line.replace(SECRET, "***") for line in orders)
+    assert all(SECRET in line and "NOT_PASSED" not in line for line in orders)
     assert any("drumline.launch.remote_agent" in line for line in lines) and not any(SECRET in line for line in lines)
     assert train(*STEP, "--run_dir", "alone") == 0
     together, alone = (RunFolder(tmp_path / name).read_status() for name in ("run", "alone"))
@@ -108,12 +108,12 @@ def test_two_hosts_train_the_bits_of_one_process_and_run_what_the_dry_run_shows(
 
 def command_lines(cluster: Cluster) -> set[str]:
     """What `ps` would show on both hosts."""
-    found = set()
+    lines = set()
     for host in (cluster.a, cluster.b):
         for pid in cluster.pids(host):
             with contextlib.suppress(psutil.Error):
-                found.add(" ".join(psutil.Process(pid).cmdline()))
-    return found
+                lines.add(" ".join(psutil.Process(pid).cmdline()))
+    return lines
 
 
 def test_a_rank_that_raises_on_one_host_is_the_one_cause_told_at_the_end_with_its_traceback(
@@ -179,15 +179,15 @@ def test_every_host_that_ssh_does_not_reach_is_named_with_what_to_type(cluster: 
     started = cluster.launch("--hosts", hosts, "--", "train", cwd=tmp_path, ssh=ssh)
     assert started.ended(within_s=LIMIT_S) == 1, started.said
     lines = started.said.splitlines()
-    told = {line.split(": ")[1]: (line, fix) for line, fix in pairwise(lines) if "error: " in line}
+    errors = {line.split(": ")[1]: (line, fix) for line, fix in pairwise(lines) if "error: " in line}
     for host, problem, fix in (
         ("nowhere", "its name does not resolve here", "fix: echo ADDRESS nowhere | sudo tee -a /etc/hosts"),
         ("refuses", "no ssh server is running there", "systemctl start ssh"),
         ("stranger", "its host key is unknown", f"fix: {ssh} stranger true"),
         ("locked", "ssh login without a password is not set up", "fix: ssh-copy-id locked"),
     ):
-        assert problem in told[host][0] and fix in told[host][1], started.said
-    assert set(told) == {"nowhere", "refuses", "stranger", "locked"} and "Traceback" not in started.said
+        assert problem in errors[host][0] and fix in errors[host][1], started.said
+    assert set(errors) == {"nowhere", "refuses", "stranger", "locked"} and "Traceback" not in started.said
 
 
 def test_hosts_whose_versions_differ_are_refused_by_name(cluster: Cluster, tmp_path: Path) -> None:

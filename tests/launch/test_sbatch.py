@@ -72,8 +72,8 @@ def test_one_task_per_node_starts_the_ranks_of_its_host() -> None:
         *("srun", "--wait=600", "--cpu-bind=none", "--cpus-per-task=64"),
         *("env", "--unset=SLURM_PROCID", "--unset=SLURM_STEP_NUM_TASKS"),
     ]
-    told = ["-m", "drumline", "train", "--nproc", "8", "--nnodes", "2", *TRAIN[1:]]
-    assert words[words.index(sys.executable) + 1 :] == told
+    arguments = ["-m", "drumline", "train", "--nproc", "8", "--nnodes", "2", *TRAIN[1:]]
+    assert words[words.index(sys.executable) + 1 :] == arguments
     assert "--nnodes" not in job(nodes=1).argv()
 
 
@@ -266,9 +266,9 @@ def shown(number: str) -> dict[str, str]:
 
 
 def submitted(said: str) -> str:
-    found = re.search(r"^job (\d+) submitted", said, re.MULTILINE)
-    assert found, said
-    return found[1]
+    job_line = re.search(r"^job (\d+) submitted", said, re.MULTILINE)
+    assert job_line, said
+    return job_line[1]
 
 
 @pytest.mark.long

@@ -101,8 +101,8 @@ def test_a_name_that_one_host_knows_is_told_to_the_others_with_its_address(tmp_p
         (["127.0.1.1"], "resolves to the host itself", "--rdzv_endpoint 10.0.0.7:29400"),
     ):
         sessions = [answering(there, 0, answers), answering(there, 1, {**answers, "meeting_addresses": known})]
-        (found,) = look(sessions[1], replace(there, command=["doctor"]), rendezvous_addresses(sessions))
-        assert found.host == "right" and problem in found.what and fix in found.fix
+        (finding,) = look(sessions[1], replace(there, command=["doctor"]), rendezvous_addresses(sessions))
+        assert finding.host == "right" and problem in finding.what and fix in finding.fix
 
 
 def test_a_host_with_other_versions_is_told_how_they_are_installed(tmp_path: Path, locally: str) -> None:
@@ -114,8 +114,8 @@ def test_a_host_with_other_versions_is_told_how_they_are_installed(tmp_path: Pat
     ):
         other = {"versions": {**VERSIONS, package: "2.0"}, "checkout": "/src/drum line"}
         sessions = [answering(there, 0, {"versions": VERSIONS}), answering(there, 1, other)]
-        (found,) = compare_versions(sessions, there)
-        assert found.what == f"{package} is 2.0 there, but 1.0 on left" and fix in found.fix
+        (finding,) = compare_versions(sessions, there)
+        assert finding.what == f"{package} is 2.0 there, but 1.0 on left" and fix in finding.fix
 
 
 VERSIONS = dict.fromkeys(("python", "torch", "drumline"), "1.0")
@@ -181,8 +181,8 @@ def heard(pieces: Sequence[str]) -> list[str]:
             thread = threading.Thread(target=lambda end=end, piece=piece: (end.write(piece.encode()), end.close()))
             thread.start()
             while True:
-                goes_on, found = session.read("stdout", pipe)
-                lines += [line.text for line in found]
+                goes_on, new_lines = session.read("stdout", pipe)
+                lines += [line.text for line in new_lines]
                 if len(piece) <= 65536 or not goes_on:
                     break
             thread.join()
@@ -259,8 +259,8 @@ def test_the_worst_end_of_a_host_is_that_of_the_run_and_its_cause_the_one_that_i
     orders = [{**there.order(host), "argv": ["sh", "-c", end]} for host, end in zip(there.hosts, ends, strict=True)]
     sessions = [Session(host, there.ssh_line(host), order) for host, order in zip(there.hosts, orders, strict=True)]
     assert follow(sessions, lambda host, line: None, together=True) == 0
-    found, error = outcome(sessions, there, stops=0)
-    assert (found, error and error.problem) == (code, cause)
+    exit_code, error = outcome(sessions, there, stops=0)
+    assert (exit_code, error and error.problem) == (code, cause)
     assert outcome(sessions, there, stops=2) == (EXIT_INTERRUPTED, None)
 
 

@@ -149,5 +149,5 @@ def test_a_remote_agent_tells_its_versions_without_loading_torch() -> None:
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    found = remote_agent.facts(os.getcwd(), "localhost")
-    assert found["cwd"] and found["versions"]["torch"].startswith("2.") and found["meeting_addresses"]
+    facts = remote_agent.facts(os.getcwd(), "localhost")
+    assert facts["cwd"] and facts["versions"]["torch"].startswith("2.") and facts["meeting_addresses"]

@@ -76,12 +76,12 @@ def test_each_kind_of_weight_has_its_own_rate_and_all_follow_one_schedule() -> N
     optim = OptimConfig(lr=0.02, optimizer="muon", embedding_lr=0.3, head_lr=0.004)
     optimizer = make_optimizer(model, optim)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    found = {name: rates[id(p)] for name, p in model.named_parameters()}
-    assert {name: rate for name, rate in found.items() if "embedding" in name or "table" in name} == dict.fromkeys(
+    rate_of = {name: rates[id(p)] for name, p in model.named_parameters()}
+    assert {name: rate for name, rate in rate_of.items() if "embedding" in name or "table" in name} == dict.fromkeys(
         ("token_embedding.weight", "position_embedding.weight", "value_tables.0.weight"), 0.3
     )
-    assert found["head.weight"] == found["final_norm.weight"] == found["blocks.0.attention.out.bias"] == 0.004
-    assert {found[f"blocks.0.{name}.weight"] for name in ("attention.qkv", "feed_forward.down")} == {0.02}
+    assert rate_of["head.weight"] == rate_of["final_norm.weight"] == rate_of["blocks.0.attention.out.bias"] == 0.004
+    assert {rate_of[f"blocks.0.{name}.weight"] for name in ("attention.qkv", "feed_forward.down")} == {0.02}
     before = {id(p): group["lr_ratio"] for group in optimizer.param_groups[1:] for p in group["params"]}
     assert all(rates[p] == pytest.approx(0.02 * ratio) for p, ratio in before.items())
     train_step(make_step(model, optimizer, _loss, weight=8), [torch.arange(8)[None]], lr=0.01)

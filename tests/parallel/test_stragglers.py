@@ -79,28 +79,30 @@ def test_one_that_was_named_stays_one_until_it_is_clearly_better() -> None:
     assert stragglers([[1.0, 1.08]] * WINDOW, known=(1,)) == {}
 
 
-def a_pace(told: list[dict[str, Any]]) -> Pace:
+def a_pace(events: list[dict[str, Any]]) -> Pace:
     """Of rank 0 of three, two of which are on another host."""
     store = HashStore()
     for rank in (1, 2):
         store.set(f"drumline/0/{rank}", '"host-b"')
     world = Group(Place(rank=0, size=3), torch.device("cpu"), store)
-    return Pace(world, BatchPlan(1, 3), Pulse(), tell=lambda message, event: told.append({**event, "message": message}))
+    return Pace(
+        world, BatchPlan(1, 3), Pulse(), tell=lambda message, event: events.append({**event, "message": message})
+    )
 
 
 def test_a_straggler_is_told_once_again_when_it_changes_and_when_it_is_over() -> None:
-    told: list[dict[str, Any]] = []
-    pace, step = a_pace(told), 0
+    events: list[dict[str, Any]] = []
+    pace, step = a_pace(events), 0
 
     def train(*work_s: float, steps: int = WINDOW) -> list[dict[str, Any]]:
         nonlocal step
-        told.clear()
+        events.clear()
         for _ in range(steps):
             step += 1
             pace.begin(step)
             pace._began_s -= max(work_s)
             pace.compare(step, work_s)
-        return list(told)
+        return list(events)
 
     assert train(1.0, 1.0, 9.0, steps=2) == []  # what is compiled at its first use
     assert train(1.0, 1.0, 1.0) == []
@@ -120,12 +122,12 @@ def test_a_straggler_is_told_once_again_when_it_changes_and_when_it_is_over() ->
 
 
 def test_a_single_rank_measures_and_says_nothing() -> None:
-    told: list[Any] = []
-    pace = Pace(World(Place(), torch.device("cpu")), BatchPlan(1, 1), Pulse(), tell=lambda *said: told.append(said))
+    messages: list[Any] = []
+    pace = Pace(World(Place(), torch.device("cpu")), BatchPlan(1, 1), Pulse(), tell=lambda *said: messages.append(said))
     assert pace.begin(0) is None
     for step in range(3 * WINDOW):
         pace.compare(step, ())
-    assert told == []
+    assert messages == []
 
 
 class Slow(nn.Module):
@@ -164,15 +166,15 @@ class FakeEvent:
 def test_on_a_gpu_the_work_of_a_step_is_told_with_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     watch = Stopwatch(World(Place(rank=1, size=3), torch.device("cuda")))
-    loss, told, waits = torch.ones((), requires_grad=True), [], []
+    loss, slots, waits = torch.ones((), requires_grad=True), [], []
     for work_s in (2.0, 3.0, 4.0):
         watch.start(lambda: waits.append(FakeEvent.now_s))
         scaled = loss * 1.0
         watch.watch(scaled)
         FakeEvent.now_s += work_s
         scaled.backward()  # type: ignore[no-untyped-call]
-        told.append(watch.slots(scaled.detach()).tolist())
-    assert told == [[0, 0, 0], [0, 2, 0], [0, 3, 0]] and waits == [2.0, 5.0, 9.0]
+        slots.append(watch.slots(scaled.detach()).tolist())
+    assert slots == [[0, 0, 0], [0, 2, 0], [0, 3, 0]] and waits == [2.0, 5.0, 9.0]
 
 
 def squares(model: nn.Module, batch: Tensor) -> Tensor:
@@ -202,9 +204,9 @@ def compared(bitwise: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_work_is_measured_without_the_wait_for_others_and_changes_no_bit(bitwise: bool) -> None:
-    told = [each.value for each in run_ranks(compared, [(bitwise,)] * 2)]
-    assert told[0] == told[1] and told[0]["same"] and told[0]["none"] == [()] * 3
-    fast, slow = zip(*told[0]["works"], strict=True)
+    by_rank = [each.value for each in run_ranks(compared, [(bitwise,)] * 2)]
+    assert by_rank[0] == by_rank[1] and by_rank[0]["same"] and by_rank[0]["none"] == [()] * 3
+    fast, slow = zip(*by_rank[0]["works"], strict=True)
     assert min(slow) >= 0.06  # it sleeps in each of its two micro-batches, while the other has done its three
     assert min(fast) < min(slow)
 

@@ -36,25 +36,25 @@ def tokens(count: int, text_bytes: int | None = None) -> TokenFile:
 @pytest.mark.parametrize("count", [2, 8, 9, 10, 41, 43])
 def test_every_token_after_the_first_is_predicted_once_whatever_the_batch_size(count: int) -> None:
     gpt, file = model(), tokens(count)
-    found = [
+    evaluations = [
         evaluate(gpt, token_objective, file, context=8, batch_size=size, precision=CPU, world=ALONE)
         for size in (1, 3, 100)
     ]
-    assert {each.tokens for each in found} == {count - 1}
+    assert {each.tokens for each in evaluations} == {count - 1}
     gpt.eval()
     nats = 0.0
     for start in range(0, count - 1, 8):
         piece = torch.from_numpy(file.read(start, min(count, start + 9)))
         nats += F.cross_entropy(gpt(piece[None, :-1])[0][0], piece[1:], reduction="sum").item()
-    assert [each.loss for each in found] == pytest.approx([nats / (count - 1)] * 3, rel=1e-6)
+    assert [each.loss for each in evaluations] == pytest.approx([nats / (count - 1)] * 3, rel=1e-6)
 
 
 def test_bits_per_byte_and_perplexity_follow_from_the_loss() -> None:
-    found = evaluate(
+    evaluation = evaluate(
         model(), token_objective, tokens(41, text_bytes=100), context=8, batch_size=4, precision=CPU, world=ALONE
     )
-    assert found.bits_per_byte == pytest.approx(found.loss / math.log(2) * 41 / 100)
-    assert found.perplexity == pytest.approx(math.exp(found.loss))
+    assert evaluation.bits_per_byte == pytest.approx(evaluation.loss / math.log(2) * 41 / 100)
+    assert evaluation.perplexity == pytest.approx(math.exp(evaluation.loss))
 
 
 def test_some_windows_are_spread_over_the_whole_file() -> None:

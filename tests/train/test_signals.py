@@ -29,14 +29,14 @@ from drumline.model.gpt import GPT
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 HOLD = os.environ.get("HOLD")
-held = False
+has_held = False
 
 def hold(phase):
     """Say that this phase has come, and stay in it until a signal has."""
-    global held
-    if held or HOLD != phase or os.environ.get("RANK", "0") != "0":
+    global has_held
+    if has_held or HOLD != phase or os.environ.get("RANK", "0") != "0":
         return
-    held = True
+    has_held = True
     before = [signal.getsignal(signum) for signum in SIGNALS]
     print("HELD", flush=True)
     while [signal.getsignal(signum) for signum in SIGNALS] == before:  # the loop's handler takes itself off
@@ -146,9 +146,9 @@ def stopped_in(phase: str, signum: int, *more: str, nproc: int, all_at_once: boo
 def saved_step() -> int:
     """Of the newest checkpoint, which is whole and is where the run says it is."""
     folder = RunFolder(Path("run"))
-    found = open_checkpoint(checkpoint_paths(folder.checkpoints)[-1])
-    assert found.step == folder.read_status()["step"]
-    return found.step
+    checkpoint = open_checkpoint(checkpoint_paths(folder.checkpoints)[-1])
+    assert checkpoint.step == folder.read_status()["step"]
+    return checkpoint.step
 
 
 @pytest.mark.parametrize(

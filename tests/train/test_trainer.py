@@ -59,9 +59,9 @@ def test_something_is_due_once_in_each_interval_and_at_the_end(
     samples: int, batch: int, every: int, epochs: int
 ) -> None:
     interval, last = every * Fraction(samples, batch), math.ceil(Fraction(epochs * samples, batch))
-    found = [step for step in range(1, last + 1) if due(step, interval, last)]
+    due_steps = [step for step in range(1, last + 1) if due(step, interval, last)]
     expected = {math.ceil(interval * k) for k in range(1, math.floor(Fraction(last) / interval) + 1)} | {last}
-    assert found == sorted(expected)
+    assert due_steps == sorted(expected)
 
 
 def test_a_run_stopped_anywhere_and_resumed_ends_with_the_same_bits(tmp_path: Path) -> None:
