@@ -126,8 +126,8 @@ def kernels(step: Step, *, steps: int = 5) -> list[tuple[str, float, float]]:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    found = [(e.key, e.count / steps, e.self_device_time_total / 1000 / steps) for e in profile.key_averages()]
-    return sorted((row for row in found if row[2] > 0), key=lambda row: -row[2])
+    rows = [(e.key, e.count / steps, e.self_device_time_total / 1000 / steps) for e in profile.key_averages()]
+    return sorted((row for row in rows if row[2] > 0), key=lambda row: -row[2])
 
 
 def measure(name: str, *, steps: int, profile: bool = False) -> dict[str, Any]:
@@ -148,9 +148,9 @@ def measure(name: str, *, steps: int, profile: bool = False) -> dict[str, Any]:
         del model
     step()
     torch.cuda.synchronize()
-    found: dict[str, Any] = {"first_step_s": time.perf_counter() - began}
+    figures: dict[str, Any] = {"first_step_s": time.perf_counter() - began}
     if not steps:
-        return found
+        return figures
     losses = [step() for _ in range(5)]
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -159,7 +159,7 @@ def measure(name: str, *, steps: int, profile: bool = False) -> dict[str, Any]:
     tokens_per_s = steps * ids.numel() / (time.perf_counter() - began)
     peak = peak_flops(device, torch.bfloat16)
     peak_memory = torch.cuda.max_memory_allocated()
-    return found | {
+    return figures | {
         "kernels": kernels(step) if profile else [],
         "tokens_per_s": tokens_per_s,
         "mfu": tokens_per_s * flops / peak if peak else math.nan,
@@ -178,8 +178,8 @@ def in_a_process(name: str, caches: str, *, steps: int, profile: bool = False) -
     if done.returncode:
         print(f"{name} failed:\n{done.stderr[-2000:]}", flush=True)
         return {}
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 def main() -> None:
@@ -200,18 +200,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as caches:
         for name in arguments.cases or CASES:
             steps = CASES[name].steps if arguments.steps < 0 else arguments.steps
-            found = in_a_process(name, caches, steps=steps, profile=arguments.profile)
-            again = in_a_process(name, caches, steps=0) if name in FIRST_STEP_AGAIN and found else {}
+            figures = in_a_process(name, caches, steps=steps, profile=arguments.profile)
+            again = in_a_process(name, caches, steps=0) if name in FIRST_STEP_AGAIN and figures else {}
             cells = [
-                f"{found.get('tokens_per_s', math.nan):,.0f}",
-                f"{100 * found.get('mfu', math.nan):.1f} %",
-                f"{found.get('peak_memory_gib', math.nan):.2f}",
-                f"{found.get('first_step_s', math.nan):.1f}",
+                f"{figures.get('tokens_per_s', math.nan):,.0f}",
+                f"{100 * figures.get('mfu', math.nan):.1f} %",
+                f"{figures.get('peak_memory_gib', math.nan):.2f}",
+                f"{figures.get('first_step_s', math.nan):.1f}",
                 f"{again['first_step_s']:.1f}" if again else "",
-                f"{found['losses'][-1]:.3f}" if found.get("losses") and name != "nanogpt" else "",
+                f"{figures['losses'][-1]:.3f}" if figures.get("losses") and name != "nanogpt" else "",
             ]
             print(f"| {name} | {CASES[name].batch_size} | {' | '.join(cells)} |", flush=True)
-            for kernel, times, ms in found.get("kernels", []):
+            for kernel, times, ms in figures.get("kernels", []):
                 print(f"    {ms:8.3f} ms {times:6.1f} x  {kernel[:120]}", flush=True)
 
 

@@ -2,7 +2,7 @@
 
 Its defaults: no biases, exact GELU, learned positions, tied embeddings; compiled whole, autocast to bfloat16, fused
 AdamW whose decay spares the norms, a cosine to a tenth after a warmup, clipping. From drumline it takes the tokens, the
-order in which windows are visited, and the judgement of held-out text, so that both sides have the same.
+order in which windows are visited, and the evaluation of validation text, so that both sides have the same.
 """
 
 import math
@@ -80,7 +80,7 @@ class Epoch:
     seconds: float
     """Of the steps alone, warm from the first."""
     valid_loss: float
-    """Over all held-out text, nats a token."""
+    """Over all validation text, nats a token."""
     train_loss: float
     """Of the last step."""
 
@@ -107,7 +107,7 @@ class Baseline:
         steps = len(self._inputs) // batch
         self._steps(WARM_STEPS, lr, batch, of=steps)
         seconds, train_loss = self._steps(steps, lr, batch, of=steps)
-        found = evaluate(
+        evaluation = evaluate(
             self._model,  # not compiled: the last batch has another size
             _summed_loss,
             self._valid,
@@ -116,9 +116,9 @@ class Baseline:
             precision=Precision.of(self._device, pick_dtype("auto", self._device)),
             world=World(Place(), self._device),
         )
-        assert found.tokens == len(self._valid) - 1, "not all of the held-out text was judged"
+        assert evaluation.tokens == len(self._valid) - 1, "not all of the validation text was evaluated"
         tokens = steps * batch * self._context
-        return Epoch(steps=steps, tokens=tokens, seconds=seconds, valid_loss=found.loss, train_loss=train_loss)
+        return Epoch(steps=steps, tokens=tokens, seconds=seconds, valid_loss=evaluation.loss, train_loss=train_loss)
 
     def _steps(self, steps: int, lr: float, batch: int, *, of: int) -> tuple[float, float]:
         """The first steps of an epoch from the first weights: the seconds they took, and the last one's loss."""

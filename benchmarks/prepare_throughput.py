@@ -60,13 +60,13 @@ def compare(source: str, *, repetitions: int, folder: Path) -> None:
     for repetition in range(repetitions):
         for kind in KINDS:
             command = [sys.executable, __file__, "--measure", kind, "--source", source, "--folder", str(folder)]
-            found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            text_bytes = found["text_bytes"]
-            speeds[kind].append(text_bytes / 1e6 / found["seconds"])
-            cpu_s_per_mb[kind].append(found["cpu_seconds"] / (text_bytes / 1e6))
+            measured = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            text_bytes = measured["text_bytes"]
+            speeds[kind].append(text_bytes / 1e6 / measured["seconds"])
+            cpu_s_per_mb[kind].append(measured["cpu_seconds"] / (text_bytes / 1e6))
             print(f"  {repetition + 1}/{repetitions} {kind:18} {speeds[kind][-1]:6.2f} MB/s", flush=True)
             if kind == "prepare":
-                peak_bytes = max(peak_bytes, found["peak_bytes"])
+                peak_bytes = max(peak_bytes, measured["peak_bytes"])
     print(f"{source}: {text_bytes / 1e6:.1f} MB of text; median of {repetitions}:")
     bare = statistics.median(speeds["encode_batch"])
     for kind in KINDS:

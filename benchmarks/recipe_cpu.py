@@ -5,8 +5,8 @@
 
 Both train modern-tiny on the built-in text, side by side with one thread each, so that whatever else the machine does
 slows both alike. The modern recipe takes the preset's steps; the classic one as many as fit into the same time at the
-speed that a short run of both shows, so that its schedule ends there too. Judged by bits per byte of all held-out text.
-The ablation takes a fifth of the preset's steps, the same number for each row, two rows at a time.
+speed that a short run of both shows, so that its schedule ends there too. Judged by bits per byte of all validation
+text. The ablation takes a fifth of the preset's steps, the same number for each row, two rows at a time.
 """
 
 import argparse
@@ -98,8 +98,8 @@ def compare(folder: Path, steps: int) -> None:
     modern, classic = side_by_side(folder, [(flags, 50, "") for flags in recipes])
     classic_steps = round(steps * classic.tokens_per_s / modern.tokens_per_s)
     modern, classic = side_by_side(folder, [(recipes[0], steps, ""), (recipes[1], classic_steps, "")])
-    for name, found, taken in (("modern", modern, steps), ("classic", classic, classic_steps)):
-        print(f"{name:<9} {found.bits_per_byte:.4f} bits/byte, {taken} steps in {found.wall_s:.0f} s")
+    for name, trained, taken in (("modern", modern, steps), ("classic", classic, classic_steps)):
+        print(f"{name:<9} {trained.bits_per_byte:.4f} bits/byte, {taken} steps in {trained.wall_s:.0f} s")
     print(f"modern / classic  {modern.bits_per_byte / classic.bits_per_byte:.3f} (target: at most 0.85)")
 
 

@@ -13,7 +13,7 @@ first weights and the order of the text. nanoGPT (nanogpt.py) is compiled whole,
 a cosine to a tenth after 100 steps of warmup, decay 0.1, clipping at 1; one epoch for each learning rate and batch, of
 which the lowest loss is what ours has to reach.
 
-Both are judged by drumline's `evaluate`: nats a token over the whole held-out file, in windows of the same context.
+Both are judged by drumline's `evaluate`: nats a token over the whole validation file, in windows of the same context.
 
 Both clocks count whole training steps and nothing else:
 - nanoGPT's runs from the first step to the last, synchronised at both ends, with all text on the GPU already and no
@@ -82,7 +82,7 @@ class Trained:
     tokens: int
     seconds: float
     valid_loss: float
-    """Over all held-out text, nats a token."""
+    """Over all validation text, nats a token."""
     recorded_s: float = math.nan
     """With first-time costs."""
     train_loss: float = math.nan
@@ -191,7 +191,8 @@ def prepared(data: Path, work: Path, *, miniature: bool) -> Path:
     if not drumline_command("prepare", source, "--out", out, *more):
         raise SystemExit(1)
     sizes = [len(open_tokens(out, split=split)) for split in ("train", "valid")]
-    print(f"tokens    {sizes[0]:,} to train on, {sizes[1]:,} held out; {time.perf_counter() - began:.0f} s to prepare")
+    took_s = time.perf_counter() - began
+    print(f"tokens    {sizes[0]:,} to train on, {sizes[1]:,} for validation; {took_s:.0f} s to prepare")
     return out
 
 
@@ -203,17 +204,17 @@ class Report:
         self._path = path
         self._content: dict[str, Any] = {"gpu": gpu, "torch": torch.__version__, "settings": vars(arguments)}
         self._content |= {"runs": [], "verdict": ""}
-        print("| run | steps | tokens | seconds | as recorded | held-out loss |\n" + "| --- " * 6 + "|", flush=True)
+        print("| run | steps | tokens | seconds | as recorded | validation loss |\n" + "| --- " * 6 + "|", flush=True)
 
-    def add(self, found: Trained | None) -> None:
-        if found is None:
+    def add(self, trained: Trained | None) -> None:
+        if trained is None:
             return
-        print(found.row, flush=True)
-        if found.slow_steps:
-            print(f"  {found.slow_steps} slow steps took {found.slow_s:.2f} s more than usual", flush=True)
-        for line in found.trouble:
+        print(trained.row, flush=True)
+        if trained.slow_steps:
+            print(f"  {trained.slow_steps} slow steps took {trained.slow_s:.2f} s more than usual", flush=True)
+        for line in trained.trouble:
             print(f"  {line}", flush=True)
-        self._content["runs"].append(asdict(found))
+        self._content["runs"].append(asdict(trained))
         self._write()
 
     def conclude(self, verdict: str) -> None:
@@ -266,13 +267,13 @@ def compare(bench: Bench, report: Report, arguments: argparse.Namespace, *, fp8:
     for seed, setting in itertools.zip_longest(seeds_of(arguments), settings):
         if seed is not None:
             run, flags = f"drumline{' in fp8' if fp8 else ''}, seed {seed}", f"--seed {seed} {fp8}"
-            found = attempt(partial(train, bench, run, flags, steps=arguments.steps))
-            report.add(found)
-            ours += [found] if found else []
+            trained = attempt(partial(train, bench, run, flags, steps=arguments.steps))
+            report.add(trained)
+            ours += [trained] if trained else []
         if baseline is not None and setting is not None:
-            found = attempt(partial(epoch, baseline, setting[0], int(setting[1])))
-            report.add(found)
-            baselines += [found] if found else []
+            trained = attempt(partial(epoch, baseline, setting[0], int(setting[1])))
+            report.add(trained)
+            baselines += [trained] if trained else []
     report.conclude(verdict(ours, baselines, target=target))
 
 

@@ -68,14 +68,14 @@ class Run:
 
     def ranks(self) -> dict[int, tuple[int, int]]:
         """Each rank's process and step."""
-        found = {}
+        ranks = {}
         for rank in (0, 1):
             words = (
                 (self.folder / f"rank-{rank}").read_text().split() if (self.folder / f"rank-{rank}").exists() else []
             )
             if len(words) == 2:
-                found[rank] = int(words[0]), int(words[1])
-        return found
+                ranks[rank] = int(words[0]), int(words[1])
+        return ranks
 
     def wait_for_a_step(self, before: dict[int, tuple[int, int]], patience_s: float) -> float | None:
         """Seconds until both ranks have trained a step as other processes than before."""

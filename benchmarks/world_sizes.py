@@ -90,9 +90,9 @@ def main() -> None:
             text=True,
             check=True,
         )
-        found = json.loads(done.stdout.splitlines()[-1])
-        waiting = max(0.0, 1 - found["without"] / found["step"])
-        print(f"{size:5d} {found['step'] * 1e3:9.1f} {waiting:23.1%} {found['memory'] / 1e6:20.0f} MB")
+        figures = json.loads(done.stdout.splitlines()[-1])
+        waiting = max(0.0, 1 - figures["without"] / figures["step"])
+        print(f"{size:5d} {figures['step'] * 1e3:9.1f} {waiting:23.1%} {figures['memory'] / 1e6:20.0f} MB")
 
 
 if __name__ == "__main__":
