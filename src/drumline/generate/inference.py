@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from drumline.generate.sample import SampleConfig, can_write
 from drumline.generate.streaming import sample_text
 from drumline.model import token_objective
 from drumline.parallel import Place, World, pick_device, pick_dtype
+from drumline.report import progress_of
 from drumline.train import Evaluation, Precision, evaluate
 
 
@@ -34,16 +36,19 @@ def evaluate_run(
         tokens = chosen
     context = run.config.model.context
     assert context is not None
-    evaluation = evaluate(
-        run.model.to(where),
-        token_objective,
-        tokens,
-        context=context,
-        batch_size=batch_size,
-        precision=Precision.of(where, pick_dtype(run.config.run.dtype, where)),
-        world=World(Place(), where),
-        document_mask=run.config.data.document_mask,
-    )
+    batches = math.ceil(math.ceil((len(tokens) - 1) / context) / batch_size)
+    with progress_of("evaluating batch", total=batches) as batch_done:
+        evaluation = evaluate(
+            run.model.to(where),
+            token_objective,
+            tokens,
+            context=context,
+            batch_size=batch_size,
+            precision=Precision.of(where, pick_dtype(run.config.run.dtype, where)),
+            world=World(Place(), where),
+            document_mask=run.config.data.document_mask,
+            each_batch=batch_done,
+        )
     return run.step, evaluation
 
 

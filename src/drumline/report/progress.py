@@ -1,0 +1,48 @@
+"""How far a long job is: a bar on a terminal, else a line every few seconds. On stderr: stdout has the result."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from drumline.units import duration
+
+_LINE_EVERY_S = 5.0
+
+
+@contextmanager
+def progress_of(what: str, *, total: int) -> Iterator[Callable[[], None]]:
+    """A function to call after each of `total` pieces of a job."""
+    with _bar(what, total) if sys.stderr.isatty() else _lines(what, total) as piece_done:
+        yield piece_done
+
+
+@contextmanager
+def _lines(what: str, total: int) -> Iterator[Callable[[], None]]:
+    began_s = shown_s = time.perf_counter()
+    done = 0
+
+    def piece_done() -> None:
+        nonlocal done, shown_s
+        done += 1
+        now_s = time.perf_counter()
+        if now_s - shown_s >= _LINE_EVERY_S and done < total:
+            shown_s = now_s
+            left = duration((now_s - began_s) * (total - done) / done)
+            sys.stderr.write(f"{what} {done:,} of {total:,}, {100 * done // total}%, {left} left\n")
+            sys.stderr.flush()
+
+    yield piece_done
+
+
+@contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)
