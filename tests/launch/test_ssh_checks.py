@@ -206,13 +206,16 @@ def test_hosts_are_told_at_once_what_no_pipe_holds(tmp_path: Path, locally: str)
     assert [session.code for session in sessions] == [0, 0]
 
 
+AFTERWARDS = "until [ -e @said ]; do sleep 0.05; done;"
+"""A shell command that waits until the other host has spoken."""
+
+
 def telling(error: DrumlineError) -> str:
     """A shell command that ends as drumline does with an error; what it prints is nobody's business."""
     event = {"event": "error", "time": 0.0, **error.as_dict()}
     before, after = json.dumps(event).split('"time": 0.0')
-    return (
-        f"""echo '{before}"time": '$(date +%s.%N)'{after}' >> $DRUMLINE_EVENTS; echo oh >&2; exit {error.exit_code}"""
-    )
+    line = f"""'{before}"time": '$(date +%s.%N)'{after}'"""
+    return f"echo {line} >> $DRUMLINE_EVENTS; touch @said; echo oh >&2; exit {error.exit_code}"
 
 
 @pytest.mark.parametrize(
@@ -226,21 +229,22 @@ def telling(error: DrumlineError) -> str:
         (
             (
                 telling(PeersLostError("rank 0 on left is alone", fix="f")),
-                f"sleep 0.3; {telling(RunLostError('rank 1 on right broke', fix='f'))}",
+                f"{AFTERWARDS} {telling(RunLostError('rank 1 on right broke', fix='f'))}",
             ),
             EXIT_FAILED,
             "rank 1 on right broke",
         ),
         (  # of two causes the one that was told first
             (
-                f"sleep 0.3; {telling(RunLostError('rank 0 on left broke', fix='f'))}",
+                # What two hosts say at about the same time arrives in any order.
+                f"{AFTERWARDS} sleep 1; {telling(RunLostError('rank 0 on left broke', fix='f'))}",
                 telling(RunLostError("rank 1 on right broke", fix="f", details=["x" * 90_000])),
             ),
             EXIT_FAILED,
             "rank 1 on right broke",
         ),
         (  # one of them tells for both, and the other spoke first of something else
-            ("echo waiting >&2; exit 1", f"sleep 0.3; {telling(ConfigError('3 heads', fix='f'))}"),
+            ("echo waiting >&2; touch @said; exit 1", f"{AFTERWARDS} {telling(ConfigError('3 heads', fix='f'))}"),
             1,
             "right: 3 heads",
         ),
@@ -250,12 +254,13 @@ def test_the_worst_end_of_a_host_is_that_of_the_run_and_its_cause_the_one_that_i
     tmp_path: Path,
     locally: str,
     monkeypatch: pytest.MonkeyPatch,
-    ends: tuple[str, str],
+    ends: tuple[str, ...],
     code: int,
     cause: str | None,
 ) -> None:
     monkeypatch.setattr(ssh_sessions, "_FOLLOW_S", 1000.0)
     there = plan(locally, tmp_path, "train")
+    ends = tuple(end.replace("@said", str(tmp_path / "said")) for end in ends)
     orders = [{**there.order(host), "argv": ["sh", "-c", end]} for host, end in zip(there.hosts, ends, strict=True)]
     sessions = [Session(host, there.ssh_line(host), order) for host, order in zip(there.hosts, orders, strict=True)]
     assert follow(sessions, lambda host, line: None, together=True) == 0
