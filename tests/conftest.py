@@ -17,6 +17,7 @@ from helpers.needs import missing
 from helpers.small import small
 
 from drumline.cli.app import run_command
+from drumline.signals import STOP_SIGNALS
 
 for _signum, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     # A shell lets what it starts in the background ignore Ctrl-C, and nohup a closed terminal; so would all that a test
@@ -75,6 +76,15 @@ def nothing_left_in_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator
                 shutil.rmtree(owner.parent)
     with contextlib.suppress(OSError):
         of_user.rmdir()
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """As they were: the command that a test calls leaves its own behind, as a process of its own may."""
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
 
 
 @pytest.fixture

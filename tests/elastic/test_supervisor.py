@@ -123,7 +123,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launcher]]:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_killed_rank_is_the_one_named_and_the_run_goes_on(launch: Callable[..., Launcher], number: int) -> None:
-    launcher = launch("quiet", steps=60)
+    launcher = launch("quiet", steps=300)
     launcher.until(20)
     victim = launcher.rank(number)
     victim.kill()
@@ -161,7 +161,7 @@ def test_an_exit_code_that_nobody_gives_is_a_crash(launch: Callable[..., Launche
 
 
 def test_a_frozen_rank_is_named_and_the_run_goes_on(launch: Callable[..., Launcher]) -> None:
-    launcher = launch("quiet", steps=60)
+    launcher = launch("quiet", steps=300)
     launcher.until(20)
     launcher.rank(1).suspend()
     launcher.until(10)
