@@ -18,6 +18,7 @@ def newest_valid(folder: Path, *, warn: Callable[[str], None], before: int | Non
 
 
 def valid_ones(folder: Path, *, warn: Callable[[str], None], before: int | None = None) -> Iterator[Checkpoint]:
+    """Valid checkpoints (before a step), newest first."""
     for path in reversed(checkpoint_paths(folder)):
         if before is not None and step_of(path) >= before:
             continue

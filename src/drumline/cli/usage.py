@@ -34,7 +34,7 @@ _MEANT = {
     "nproc_per_node": "nproc",
     "resume": "resume_from",
 }
-"""What other trainers call a setting, and what drumline calls it."""
+"""What other trainers call a setting of a run, and what drumline calls it."""
 _POSITIONAL = {"train": "--train_data_path", "sample": "--prompt", "evaluate": "--data"}
 """The flag that an argument without one was most likely meant for."""
 
@@ -42,15 +42,16 @@ _POSITIONAL = {"train": "--train_data_path", "sample": "--prompt", "evaluate": "
 def with_values(words: Sequence[str]) -> list[str]:
     """`--compile true` as `--compile=true`, which is how a boolean flag takes its value."""
     booleans = {
-        f"--{field.name}"
+        field.name
         for section in get_type_hints(TrainConfig).values()
         for field in fields(section)
         if "bool" in str(get_type_hints(section)[field.name])
     }
     joined: list[str] = []
     for word in words:
-        follows = bool(joined) and joined[-1].replace("-", "_").replace("__", "--", 1) in booleans
-        if follows and word.lower() in ("true", "false"):
+        before = joined[-1] if joined else ""
+        is_boolean = before.startswith("--") and before[2:].replace("-", "_") in booleans
+        if is_boolean and word.lower() in ("true", "false"):
             joined[-1] += f"={word.lower()}"
         else:
             joined.append(word)
@@ -68,7 +69,7 @@ def explained(error: CycloptsError, words: Sequence[str]) -> UsageError:
             f"drumline {command} does not take the argument {rest}",
             fix=f"{flag} {rest}, if that was meant; {help_}" if flag else help_,
         )
-    if isinstance(error, UnknownOptionError):
+    if isinstance(error, UnknownOptionError) and command == "train":
         name = str(error.token.keyword or error.token.value).lstrip("-").replace("-", "_")
         if name in _MEANT:
             return UsageError(f"there is no option --{name}", fix=f"use --{_MEANT[name]}; {help_}")

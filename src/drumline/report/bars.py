@@ -1,10 +1,11 @@
-"""Progress bars for terminals: of tokenizing text, and of training."""
+"""Progress bars for terminals: tokenizing text, training, and jobs of many pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -53,3 +54,12 @@ def preparing_bars() -> Iterator[Show]:
             )
 
         yield show
+
+
+@contextmanager
+def counting_bar(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """On stderr, for a job of `total` pieces: a function to call after each."""
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)

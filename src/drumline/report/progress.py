@@ -15,7 +15,10 @@ _LINE_EVERY_S = 5.0
 @contextmanager
 def progress_of(what: str, *, total: int) -> Iterator[Callable[[], None]]:
     """A function to call after each of `total` pieces of a job."""
-    with _bar(what, total) if sys.stderr.isatty() else _lines(what, total) as piece_done:
+    show = _lines
+    if sys.stderr.isatty():
+        from drumline.report.bars import counting_bar as show
+    with show(what, total) as piece_done:
         yield piece_done
 
 
@@ -35,14 +38,3 @@ def _lines(what: str, total: int) -> Iterator[Callable[[], None]]:
             sys.stderr.flush()
 
     yield piece_done
-
-
-@contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
