@@ -1,5 +1,6 @@
 """What a source string means: files, folders, globs, the built-in corpus, functions; and what a wrong one is told."""
 
+import gzip
 import os
 import sys
 from pathlib import Path
@@ -8,8 +9,11 @@ from typing import Any
 import pytest
 from helpers.reading import documents, refused, texts
 
+from drumline.config import DataConfig
+from drumline.data.corpus import Corpus
+from drumline.data.other_sources import data_note
 from drumline.data.sources import has_split, source_bytes, source_key
-from drumline.data.text_files import Document, Skipped
+from drumline.data.text_files import Document, Reading, Skipped
 from drumline.errors import ConfigError
 
 
@@ -196,3 +200,67 @@ def test_a_source_of_no_particular_split_is_all_train(here, source):
     assert has_split(source, "train")
     assert not has_split(source, "validation")
     assert "has no split 'validation', only: train" in refused(source, split="validation").problem
+
+
+@pytest.mark.parametrize(
+    ("names", "train", "validation", "unused"),
+    [
+        ("train.txt valid.txt", "train.txt", "valid.txt", ""),
+        ("a.txt b.md val.jsonl", "a.txt b.md", "val.jsonl", ""),
+        ("Train.txt VALIDATION.txt.gz test.txt", "Train.txt", "VALIDATION.txt.gz", "test.txt"),
+        ("train/a.txt valid/a.txt valid/b.txt test/c.txt", "train/a.txt", "valid/a.txt valid/b.txt", "test/c.txt"),
+        ("train.txt test.txt", "train.txt", "", "test.txt"),
+        ("x/train.txt x/val.txt y/val.txt", "x/train.txt y/val.txt", "x/val.txt", ""),
+        ("s-train.txt s-valid.txt s-test.txt", "s-train.txt", "s-valid.txt", "s-test.txt"),
+        ("train_01.txt train_02.txt validation_01.txt", "train_01.txt train_02.txt", "validation_01.txt", ""),
+        (
+            "src/a.py src/validation.py src/test/b.py test/c.py",
+            "src/a.py src/test/b.py src/validation.py test/c.py",
+            "",
+            "",
+        ),
+        ("a.py test_a.py validation_of_forms.py", "a.py test_a.py validation_of_forms.py", "", ""),
+        ("valid.txt", "valid.txt", "", ""),
+    ],
+)
+def test_what_is_called_validation_is_never_trained_on_and_what_is_called_test_is_not_used(
+    tmp_path, names, train, validation, unused
+):
+    folder = tree(tmp_path, *names.split())
+    for path in tmp_path.rglob("*.gz"):
+        path.write_bytes(gzip.compress(b"text"))
+    for path in tmp_path.rglob("*.jsonl"):
+        path.write_text('{"text": "text"}\n')
+
+    def read(split):
+        return [
+            document.name.removeprefix(folder + "/").partition(":")[0] for document in documents(folder, split=split)
+        ]
+
+    assert read("train") == train.split()
+    assert has_split(folder, "validation") is bool(validation)
+    assert not validation or read("validation") == validation.split()
+    note = data_note(DataConfig(train_data_path=folder))
+    first = f"{validation.split()[0]} " if validation else ""
+    assert (f"; {first}" in note and "held out for validation" in note) if validation else "validation" not in note
+    assert f"; {unused} is not used" in note if unused else note.count(";") <= 1
+    if " " in names and "/" not in names:
+        assert has_split(f"{folder}/*", "validation") is bool(validation)
+
+
+def test_validation_data_that_was_given_replaces_what_is_called_so_which_is_still_not_trained_on(tmp_path):
+    folder, other = tree(tmp_path / "a", "train.txt", "valid.txt"), tree(tmp_path / "b", "mine.txt")
+    corpus = Corpus(folder, valid_source=other)
+    labelled = [(label, Path(each.name).name) for label, each in corpus.labelled(Reading(), cut_bytes=None)]
+    assert labelled == [("train", "train.txt"), ("valid", "mine.txt")]
+    assert data_note(DataConfig(train_data_path=folder, valid_data_path=other)) == (
+        "; valid.txt is not used: --valid_data_path is"
+    )
+
+
+def test_a_name_that_begins_to_count_changes_the_key(tmp_path):
+    folder = tree(tmp_path, "a.txt", "test.txt")
+    keys = {source_key(folder)}
+    os.rename(tmp_path / "a.txt", tmp_path / "train.txt")
+    keys.add(source_key(folder))
+    assert "by split" in source_key(folder) and len(keys) == 2

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,11 +172,56 @@ def test_a_foreign_file_that_cannot_be_tokens_is_refused_by_name(
         open_tokens(tmp_path / "x.bin")
 
 
-def test_a_file_of_megatron_is_refused_rather_than_misread(tmp_path: Path) -> None:
-    write_raw(tmp_path / "x.bin", [1, 2])
-    (tmp_path / "x.idx").write_bytes(b"MMIDIDX")
-    with pytest.raises(DataError, match="Megatron"):
+@pytest.mark.parametrize(("code", "dtype"), [(4, "int32"), (5, "int64"), (8, "uint16")])
+def test_a_file_of_megatron_is_read_once_its_dtype_is_said(tmp_path: Path, code: int, dtype: Any) -> None:
+    ids = np.arange(90, dtype=dtype)
+    ids.tofile(tmp_path / "x.bin")
+    (tmp_path / "x.idx").write_bytes(b"MMIDIDX\0\0" + (1).to_bytes(8, "little") + bytes([code]) + bytes(16))
+    wrong: Any = "uint32"
+    for said in ("auto", wrong):
+        with pytest.raises(DataError, match=rf"Megatron.* {dtype} according to x\.idx") as refused:
+            open_tokens(tmp_path / "x.bin", dtype=said)
+        assert f"--data_dtype {dtype}" in refused.value.fix
+    assert open_tokens(tmp_path / "x.bin", dtype=dtype).read(0, 90).tolist() == ids.tolist()
+
+
+@pytest.mark.parametrize("largest", [60, 50_000, 128_255])
+@pytest.mark.parametrize(("stored", "dtype"), [("uint32", "uint32"), ("int32", "uint32"), ("int64", "int64")])
+def test_wider_tokens_are_not_read_as_uint16(tmp_path: Path, stored: str, dtype: Any, largest: int) -> None:
+    ids = np.random.default_rng(0).integers(0, largest + 1, 2000, dtype=stored)
+    ids[:3] = largest, 0, 1
+    ids.tofile(tmp_path / "x.bin")
+    with pytest.raises(DataError, match=f"does not look like uint16 tokens but like {dtype}") as refused:
         open_tokens(tmp_path / "x.bin")
+    assert refused.value.fix == f"add --data_dtype {dtype}, or --data_dtype uint16 if that is what they are"
+    assert open_tokens(tmp_path / "x.bin", dtype=dtype).read(0, 2000).tolist() == ids.tolist()
+    assert len(open_tokens(tmp_path / "x.bin", dtype="uint16")) == 2000 * ids.itemsize // 2
+
+
+@pytest.mark.parametrize("largest", [1, 31, 65, 50_000, 65_535])
+def test_uint16_tokens_are_not_taken_for_wider_ones(tmp_path: Path, largest: int) -> None:
+    ids = np.random.default_rng(0).integers(0, largest + 1, 2000).tolist()
+    assert open_tokens(write_raw(tmp_path / "x.bin", ids)).read(0, 2000).tolist() == ids
+
+
+@pytest.mark.parametrize(
+    ("content", "dtype", "problem"),
+    [
+        (np.arange(1, 99, dtype=">u4").tobytes(), "auto", "looks like big-endian tokens"),
+        (b"\x93NUMPY" + bytes(90), "auto", r"x\.bin is a \.npy file"),
+        (bytes(90), "uint32", "90 bytes is not a whole number of uint32 tokens"),
+        (np.array([5, -1, 7], "<i4").tobytes(), "int32", "token -1 at position 1 .* is outside the vocabulary of 300"),
+    ],
+)
+def test_what_no_dtype_fits_is_refused(tmp_path: Path, content: bytes, dtype: Any, problem: str) -> None:
+    (tmp_path / "x.bin").write_bytes(content)
+    with pytest.raises(DataError, match=problem):
+        open_tokens(tmp_path / "x.bin", vocab_size=300, dtype=dtype)
+
+
+def test_a_header_that_says_another_dtype_is_believed(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is uint16 according to its header, not uint32"):
+        open_tokens(write_llm_c(tmp_path / "x.bin", [1, 2]), dtype="uint32")
 
 
 def test_a_folder_that_was_never_finished_is_refused(tmp_path: Path) -> None:
@@ -184,7 +230,7 @@ def test_a_folder_that_was_never_finished_is_refused(tmp_path: Path) -> None:
     for path in (folder, folder / "train.bin"):
         with pytest.raises(DataError, match="is incomplete"):
             open_tokens(path)
-    with pytest.raises(DataError, match=r"has no valid\.bin or val\.bin"):
+    with pytest.raises(DataError, match=r"has no valid\.bin or val\.bin or validation\.bin"):
         open_tokens(folder, split="valid")
 
 

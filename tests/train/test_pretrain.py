@@ -10,6 +10,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 
 from drumline.cli.app import run_command
 from drumline.config.model import GPTConfig
+from drumline.data.opening import open_tokens
+from drumline.data.tokenizer import Tokenizer
 from drumline.errors import EXIT_FAILED, EXIT_STOPPED
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import Record, read_metrics
@@ -65,6 +68,20 @@ def test_training_reports_the_text_it_skipped(train: Train, text: Path, capsys: 
     assert train("--on_error", "skip") == 0
     said = capsys.readouterr().out
     assert "skipped 1 unreadable, first: " in said and "bad.txt" in said
+
+
+def test_a_file_called_valid_is_validation_data_and_the_run_says_so(
+    train: Train, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = "Never trained on. " * 40
+    (text / "valid.txt").write_text(held_out)
+    assert train("--run_dir", "run") == 0
+    assert "; valid.txt is held out for validation\n" in capsys.readouterr().out
+    (prepared,) = Path("data").iterdir()
+    tokenizer = Tokenizer.load(prepared / "tokenizer.json")
+    ids = {split: open_tokens(prepared, split=split).tokens.tolist() for split in ("train", "valid")}
+    assert tokenizer.decode(ids["valid"]) == held_out + "<|endoftext|>"
+    assert "Never" not in tokenizer.decode(ids["train"])
 
 
 @pytest.mark.parametrize("stop", [1, 4])
@@ -142,6 +159,17 @@ def test_peers_token_files_train_as_they_are(train: Train, capsys: pytest.Captur
     assert sha256(Path("nano")) == sha256(Path("llmc"))
     assert train("--train_data_path", "train.bin", "--vocab_size", "100") == 1
     assert "vocab" in capsys.readouterr().err
+    tokens.astype("<u4").tofile("wide.bin")
+    wide = ("--train_data_path", "wide.bin", "--run_dir", "wide")
+    assert train(*wide) == 1
+    assert "add --data_dtype uint32" in capsys.readouterr().err
+    assert train(*wide, "--data_dtype", "uint32", "--valid_data_path", "wide.bin") == 0
+    assert sha256(Path("wide")) == sha256(Path("nano"))
+    capsys.readouterr()
+    assert run_command(["evaluate", "wide"]) == 0
+    own = capsys.readouterr().out
+    assert run_command(["evaluate", "wide", "--data", "wide.bin"]) == 0
+    assert capsys.readouterr().out == own
 
 
 @pytest.mark.parametrize(
@@ -231,6 +259,47 @@ def test_users_bring_their_own_model_source_and_sink_by_name(train: Train) -> No
     assert train(*flags) == 0
     assert Path("run/mine.txt").read_text().split()[-2:] == ["6", "closed"]
     assert train("--run_dir", "run2", "--model", here + "NoSuchModel") == 1
+
+
+class OtherLoss(TwoLayers):
+    """The same model with a loss as other trainers want it."""
+
+    def __init__(self, config: GPTConfig, loss: str) -> None:
+        super().__init__(config)
+        self.loss = loss
+
+    def forward(self, input_ids: Tensor, *, targets: Tensor) -> Any:
+        logits = self.head(self.embedding(input_ids))
+        if self.loss == "logits":
+            return logits
+        return logits, nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction=self.loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "problem"),
+    [
+        ("mean", "for 64 tokens cannot be a sum: for random targets, that is at least 64 x log("),
+        ("none", "the loss that forward returns is a tensor of shape (4, 16), not a tensor with one number"),
+        ("logits", "forward returns Tensor, not a pair (logits, loss)"),
+    ],
+)
+def test_a_model_whose_loss_is_no_sum_is_refused_with_what_to_return(
+    train: Train, capsys: pytest.CaptureFixture[str], loss: str, problem: str
+) -> None:
+    assert train("--run_dir", "run", "--model", f"{__name__}:OtherLoss", "--model_options", f"loss={loss}") == 1
+    error, fix = capsys.readouterr().err.splitlines()
+    assert problem in error and "reduction='sum'" in fix
+    assert train("--run_dir", "sum", "--model", f"{__name__}:OtherLoss", "--model_options", "loss=sum") == 0
+
+
+def linear(config: GPTConfig) -> nn.Module:
+    """A module that is no language model."""
+    return nn.Linear(4, config.vocab_size)
+
+
+def test_a_model_that_takes_no_targets_is_refused(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--run_dir", "run", "--model", f"{__name__}:linear") == 1
+    assert "the forward of Linear does not take targets" in capsys.readouterr().err
 
 
 @pytest.mark.needs("compiler")

@@ -29,7 +29,8 @@ def describe(config: TrainConfig) -> str:
     dtype = pick_dtype(config.run.dtype, device)
     plan = plan_batches(config.batch, default_batch_size=preset(config.model.preset).batch_size, world_size=1)
     model = config.model
-    tokens = open_tokens(config.data.train_data_path) if is_tokens(config.data.train_data_path) else None
+    source = config.data.train_data_path
+    tokens = open_tokens(source, dtype=config.data.data_dtype) if is_tokens(source) else None
     vocab_size = (tokens.vocab_size if tokens else None) or config.data.vocab_size
     assert vocab_size and model.context
     steps, length = config.batch.total_steps, f"{config.batch.total_steps or 0:,}"

@@ -44,7 +44,8 @@ def prepare(
     valid_fraction
         Fraction of the documents to hold out if there is no validation data.
     """
-    from drumline.data import Corpus, Recipe, Tokenizer
+    from drumline.config import DataConfig
+    from drumline.data import Corpus, Recipe, Tokenizer, data_note
     from drumline.data import prepare as prepare_tokens
     from drumline.report import preparing
 
@@ -54,6 +55,8 @@ def prepare(
         made = prepare_tokens(recipe, out, progress=progress)
     for line in prepared_lines(made):
         print(line)
+    if note := data_note(DataConfig(train_data_path=source, valid_data_path=valid)):
+        print(note.removeprefix("; "))
     print(f"next:\n  drumline train --train_data_path {out}")
     return 0
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Backend,
         BatchConfig,
         DataConfig,
+        DataDtype,
         Device,
         Dtype,
         OnError,

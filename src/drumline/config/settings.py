@@ -12,6 +12,7 @@ from drumline.errors import ConfigError
 
 OPTIMIZERS = ("adamw", "muon")
 OnError = Literal["stop", "skip"]
+DataDtype = Literal["auto", "uint16", "uint32", "int32", "int64"]
 Schedule = Literal["cosine", "wsd", "constant"]
 Device = Literal["auto", "cpu", "cuda", "mps"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
@@ -32,6 +33,8 @@ class DataConfig:
     """Tokens (.bin, prepared folder) or text: file, folder, glob, Hugging Face name, package.module:name, builtin."""
     valid_data_path: str | None = setting(None, may_change=True, per_host=True)
     """Validation data, of the same kinds. Default: the source's validation split, or valid_fraction of the text."""
+    data_dtype: DataDtype = setting("auto", may_change=True)
+    """Integers in .bin files of other trainers. auto: from their header, else uint16, if they look like it."""
     valid_fraction: float = setting(0.02, may_change=True)
     """Fraction of the documents to hold out if there is no validation data."""
     field: str = setting("text", may_change=True)

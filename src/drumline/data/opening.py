@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from drumline.config import DataConfig
+from drumline.config import DataConfig, DataDtype
 from drumline.data.preparing import Prepared
 from drumline.data.text_files import Skipped
 from drumline.data.tokenizer import Tokenizer
@@ -43,7 +43,16 @@ UNFINISHED = re.compile(r".+\.partial-\w+-\d+")
 HEADER_BYTES = 256 * 4
 HEADERS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """llm.c and modded-nanogpt: (magic, version) of the int32 header, and the dtype of the tokens after it."""
+DTYPES = {"uint16": "<u2", "uint32": "<u4", "int32": "<i4", "int64": "<i8"}
+MEGATRON = b"MMIDIDX\0\0"
+MEGATRON_DTYPES = {4: "int32", 5: "int64", 8: "uint16"}
+"""Megatron's .idx: how it begins, and the code of the tokens' dtype, its 18th byte."""
 SCAN_TOKENS = 1 << 24
+GUESS_BYTES = 1 << 18
+GUESS_TOKENS = 32
+"""With fewer tokens, zeros may stand in every second place by chance."""
+LARGEST_HIGH_HALF = 31
+"""The largest upper half of an id: vocabularies have less than two million ids."""
 
 
 def has_tokens(path: str | Path, split: str) -> bool:
@@ -54,26 +63,31 @@ def has_tokens(path: str | Path, split: str) -> bool:
     return _bin_file(path, split) is not None
 
 
-def open_tokens(path: str | Path, *, split: str = "train", vocab_size: int | None = None) -> TokenFile:
+def open_tokens(
+    path: str | Path, *, split: str = "train", vocab_size: int | None = None, dtype: DataDtype = "auto"
+) -> TokenFile:
     """Open a split of a prepared folder, one of its .bin files, or a token file of nanoGPT, llm.c or modded-nanogpt.
 
     vocab_size: reject data with tokens outside this vocabulary.
+    dtype:      of the tokens in a file that does not say; auto: uint16, unless they do not look like it
     """
     path = Path(path)
     if (path / MANIFEST).exists():
         return _open_prepared(path, split, vocab_size=vocab_size)
     if path.is_file() and (path.parent / MANIFEST).exists() and path.name in read_manifest(path.parent).files:
         return _open_prepared(path.parent, path.stem, vocab_size=vocab_size)
-    return _open_foreign(path, split, vocab_size=vocab_size)
+    return _open_foreign(path, split, vocab_size=vocab_size, dtype=dtype)
 
 
 def open_token_data(data: DataConfig, prepared: Prepared | None) -> Data:
     """The token data of a run: of its tokenized text, or of the token files in its config."""
     path = prepared.path if prepared else Path(data.train_data_path)
     tokenizer = Tokenizer.load(data.tokenizer) if data.tokenizer else None
-    train = open_tokens(path, split="train")
+    dtype = data.data_dtype
+    train = open_tokens(path, split="train", dtype=dtype)
     if train.vocab_size is None:  # other trainers' files do not say: check against the tokenizer or the setting
-        train = open_tokens(path, split="train", vocab_size=tokenizer.vocab_size if tokenizer else data.vocab_size)
+        largest = tokenizer.vocab_size if tokenizer else data.vocab_size
+        train = open_tokens(path, split="train", vocab_size=largest, dtype=dtype)
     if tokenizer is None and train.tokenizer_path is not None:
         tokenizer = Tokenizer.load(train.tokenizer_path)
     vocab_size = train.vocab_size or (tokenizer.vocab_size if tokenizer else data.vocab_size)
@@ -81,7 +95,9 @@ def open_token_data(data: DataConfig, prepared: Prepared | None) -> Data:
     valid_path: str | Path | None = data.valid_data_path if prepared is None else None
     if valid_path is None and has_tokens(path, "valid"):
         valid_path = path
-    valid = open_tokens(valid_path, split="valid", vocab_size=vocab_size) if valid_path is not None else None
+    valid = None
+    if valid_path is not None:
+        valid = open_tokens(valid_path, split="valid", vocab_size=vocab_size, dtype=dtype)
     return Data(train, valid, tokenizer, vocab_size, Skipped())
 
 
@@ -206,10 +222,10 @@ def _bin_file(folder: Path, split: str) -> Path | None:
 
 
 def _bin_names(split: str) -> list[str]:
-    return ["valid.bin", "val.bin"] if split == "valid" else [f"{split}.bin"]
+    return ["valid.bin", "val.bin", "validation.bin"] if split == "valid" else [f"{split}.bin"]
 
 
-def _open_foreign(path: Path, split: str, *, vocab_size: int | None) -> TokenFile:
+def _open_foreign(path: Path, split: str, *, vocab_size: int | None, dtype: DataDtype) -> TokenFile:
     """A .bin file, or the one in a folder that has this split."""
     if path.is_dir():
         file = _bin_file(path, split)
@@ -225,56 +241,110 @@ def _open_foreign(path: Path, split: str, *, vocab_size: int | None) -> TokenFil
             f"{path} is incomplete: {path.parent} has no {MANIFEST}",
             fix=f"remove {path.parent} and run drumline prepare again",
         )
-    if path.with_suffix(".idx").exists():
-        raise DataError(
-            f"{path} comes with an .idx file, like Megatron's data, which drumline does not read",
-            fix="use the original text, or write the tokens as raw uint16",
-        )
     if size == 0:
         raise DataError(f"{path} is empty", fix="create it again, or use another file")
-    dtype, count, offset = _layout(path, size)
-    tokens = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,))
+    if path.with_suffix(".idx").exists():
+        _check_megatron(path, dtype)
+    stored, count, offset = _layout(path, size, dtype)
+    tokens = np.memmap(path, dtype=stored, mode="r", offset=offset, shape=(count,))
     if vocab_size is not None:
         _check_vocabulary(path, tokens, vocab_size=vocab_size)
     return TokenFile(path=path, tokens=tokens, vocab_size=vocab_size)
 
 
-def _layout(path: Path, size: int) -> tuple[str, int, int]:
+def _check_megatron(path: Path, dtype: DataDtype) -> None:
+    """Megatron's .bin has no header; its .idx has the dtype, and where documents end."""
+    index = path.with_suffix(".idx")
+    with open(index, "rb") as file:
+        start = file.read(18)
+    stored = MEGATRON_DTYPES.get(start[17]) if start.startswith(MEGATRON) and len(start) == 18 else None
+    if dtype == "auto" or (stored is not None and dtype != stored):
+        known = f"{stored} according to {index.name}" if stored else "unknown"
+        raise DataError(
+            f"{path} comes with {index.name}, like Megatron's data: the dtype of its tokens is {known}",
+            fix=f"add --data_dtype {stored or 'int32 (or int64, uint16)'} to read the tokens as one sequence",
+        )
+
+
+def _layout(path: Path, size: int, dtype: DataDtype) -> tuple[str, int, int]:
     """dtype, number of tokens and byte offset, from the header if there is one."""
     with open(path, "rb") as file:
         start = file.read(12)
+    if start.startswith(b"\x93NUMPY"):
+        raise DataError(f"{path} is a .npy file", fix=f"write it without a header: np.load(...).tofile('{path.name}')")
     magic, version, count = np.frombuffer(start.ljust(12, b"\0"), dtype="<i4").tolist()
     if size >= HEADER_BYTES and magic in {known for known, _ in HEADERS}:
-        dtype = HEADERS.get((magic, version))
-        if dtype is None:
+        stored = HEADERS.get((magic, version))
+        if stored is None:
             raise DataError(
                 f"{path} has an llm.c header with magic {magic}, version {version}, which drumline does not support",
                 fix="write it as version 1 (uint16), or as raw uint16 without a header",
             )
-        expected = HEADER_BYTES + count * np.dtype(dtype).itemsize
+        if dtype != "auto" and DTYPES[dtype] != stored:
+            name = np.dtype(stored).name
+            raise DataError(f"{path} is {name} according to its header, not {dtype}", fix="drop --data_dtype")
+        expected = HEADER_BYTES + count * np.dtype(stored).itemsize
         if size != expected or count <= 0:
             state = "truncated" if size < expected else "inconsistent with its header"
             raise DataError(
                 f"{path} is {state}: {size} bytes, but its header says {count} tokens, {expected} bytes",
                 fix="copy or download it again",
             )
-        return dtype, count, HEADER_BYTES
-    if size % 2:
+        return stored, count, HEADER_BYTES
+    name = "uint16" if dtype == "auto" else dtype
+    width = np.dtype(DTYPES[name]).itemsize
+    if size % width:
         raise DataError(
-            f"{path} is truncated or not a token file: {size} bytes is not a whole number of uint16 tokens",
-            fix="copy it again; a raw .bin file contains only little-endian uint16 tokens",
+            f"{path} is truncated or not a token file: {size} bytes is not a whole number of {name} tokens",
+            fix="copy it again; a raw .bin file contains only little-endian tokens (--data_dtype)",
         )
-    return "<u2", size // 2, 0
+    if dtype == "auto":
+        _check_looks_like_uint16(path, size)
+    return DTYPES[name], size // width, 0
+
+
+def _check_looks_like_uint16(path: Path, size: int) -> None:
+    """Wider tokens have zeros, or small numbers, in the places of their upper halves: nothing else looks like that."""
+    with open(path, "rb") as file:
+        halves = np.frombuffer(file.read(GUESS_BYTES)[: size // 8 * 8], dtype="<u2").reshape(-1, 4)
+    largest = halves.max(axis=0, initial=0)
+    if halves.size < GUESS_TOKENS:
+        return
+    if size % 8 == 0 and largest[0] > largest[1] and largest[1] <= LARGEST_HIGH_HALF and not largest[2:].any():
+        meant = "int64"
+    elif size % 4 == 0 and _are_upper(largest[1::2], of=largest[::2]):
+        meant = "uint32"
+    elif size % 4 == 0 and _are_upper(largest[::2], of=largest[1::2]):
+        raise DataError(
+            f"{path} looks like big-endian tokens: every second place of two bytes, from the first, is zero",
+            fix="write it as little-endian: tokens.astype('<u4').tofile(...), and add --data_dtype uint32",
+        )
+    else:
+        return
+    what = "zeros" if meant == "int64" else "a small number"
+    raise DataError(
+        f"{path} does not look like uint16 tokens but like {meant}: {what} in every second place",
+        fix=f"add --data_dtype {meant}, or --data_dtype uint16 if that is what they are",
+    )
+
+
+def _are_upper(halves: npt.NDArray[Any], *, of: npt.NDArray[Any]) -> bool:
+    """Whether the largest values in some places are those of upper halves: all zero, or small beside large ones."""
+    if not halves.any():
+        return bool(of.any())
+    return bool(halves.max() <= LARGEST_HIGH_HALF and of.max() > 1 << 12)
 
 
 def _check_vocabulary(path: Path, tokens: npt.NDArray[Any], *, vocab_size: int) -> None:
     for start in range(0, len(tokens), SCAN_TOKENS):
-        outside = tokens[start : start + SCAN_TOKENS] >= vocab_size
+        part = tokens[start : start + SCAN_TOKENS]
+        outside = (part >= vocab_size) | (part < 0)
         if outside.any():
             position = start + int(outside.argmax())
             raise DataError(
                 f"token {tokens[position]} at position {position} of {path} is outside the vocabulary of {vocab_size}",
-                fix="use the vocabulary that the file was made with (--vocab_size), or create the tokens again",
+                fix="use the vocabulary that the file was made with (--vocab_size), its dtype (--data_dtype; read as "
+                f"{tokens.dtype.name}), or create the tokens again",
             )
 
 

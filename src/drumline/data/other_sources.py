@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import glob
+import itertools
 import os
 import re
 import threading
@@ -17,10 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from drumline.data.file_sources import Files, cannot_be_listed, check_split, size_and_time, walk
+from drumline.config import DataConfig
+from drumline.data.file_sources import SPLITS, Files, cannot_be_listed, check_split, size_and_time, walk
 from drumline.data.sources import Source
 from drumline.data.structured_files import file_kind, missing_field, string_value
-from drumline.data.text_files import PART_BYTES, STRUCTURED_SUFFIXES, Document, Reading
+from drumline.data.text_files import PART_BYTES, STRUCTURED_SUFFIXES, Document, Reading, Skipped
+from drumline.data.tokens import is_tokens
 from drumline.errors import DataError, MissingExtraError
 from drumline.plugins import is_plugin, load_plugin, plugin_file
 
@@ -66,19 +69,28 @@ def other_source(source: str) -> Source:
     try:
         if path.is_dir():
             shards = _hub_layout(path)
-            return _HubFolder(str(path), shards) if shards else Files(str(path), partial(_folder_files, path))
+            return _HubFolder(str(path), shards) if shards else Files(str(path), partial(_folder_files, path), path)
         if path.exists():  # a pipe or a device
             return Files(str(path), lambda: [path])
     except OSError as error:
         cannot_be_listed(error)
     if glob.has_magic(source):
-        return Files(str(path), partial(_glob_files, path))
+        return Files(str(path), partial(_glob_files, path), _before_magic(path))
     if is_plugin(source):
         return _Function(source)
     dataset = _hub_dataset(source)
     if dataset and (source in SHORTHANDS or not _looks_like_a_path(path)):
         return dataset
     raise DataError(f"{source} does not exist", fix=_fix_for_missing(path))
+
+
+def data_note(data: DataConfig, skipped: Skipped | None = None) -> str:
+    """What users should know about the text of a run: what its files' names hold out, and what was skipped."""
+    note = f"; skipped {skipped.count} unreadable, first: {skipped.first[0]}" if skipped and skipped.count else ""
+    with suppress(DataError, OSError):  # tokenized earlier, and not there any more
+        source = None if is_tokens(data.train_data_path) else other_source(data.train_data_path)
+        return (source.note(has_valid=data.valid_data_path is not None) if isinstance(source, Files) else "") + note
+    return note
 
 
 def _is_text_file(path: Path) -> bool:
@@ -122,11 +134,14 @@ def _folder_files(folder: Path) -> list[Path]:
     return files
 
 
+def _before_magic(pattern: Path) -> Path:
+    """The folder that a glob begins with."""
+    return Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts))
+
+
 def _glob_files(pattern: Path) -> list[Path]:
-    fixed = 0
-    while not glob.has_magic(pattern.parts[fixed]):
-        fixed += 1
-    base, magic = Path(*pattern.parts[:fixed]), Path(*pattern.parts[fixed:])
+    base = _before_magic(pattern)
+    magic = Path(*pattern.parts[len(base.parts) :])
     if magic.name == "**":  # in pathlib it matches folders only
         magic /= "*"
     try:  # pathlib's ** does not follow links, so there are no endless loops; it does find hidden files
@@ -290,7 +305,7 @@ def _shards(folder: Path) -> dict[str, list[Path]]:
     splits: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         if match := _SHARD.fullmatch(path.name):
-            splits.setdefault(match["split"], []).append(path)
+            splits.setdefault(SPLITS.get(match["split"], match["split"]), []).append(path)
     return splits
 
 

@@ -25,7 +25,7 @@ def evaluate_run(
     run = load_run(path)
     where = pick_device(device)
     if data is not None:
-        tokens = open_tokens(data, split=split, vocab_size=run.vocab_size)
+        tokens = open_tokens(data, split=split, vocab_size=run.vocab_size, dtype=run.config.data.data_dtype)
     else:
         own = open_data(run.config)
         chosen = own.valid if split == "valid" else own.train

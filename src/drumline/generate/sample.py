@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from drumline.errors import ConfigError
 from drumline.model import GPT, KVCache
 
 
@@ -32,17 +31,11 @@ class SampleConfig:
     """Stop after this many tokens, unless the model ends the text earlier."""
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(
-                f"temperature {self.temperature} is not a number of 0 or more",
-                fix="use --temperature 0 for greedy decoding, about 0.8 for more varied text",
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise ConfigError(f"top_k {self.top_k} leaves no tokens to sample from", fix="use --top_k 1 or more")
-        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p {self.top_p} is not a probability above 0", fix="use --top_p 0.9, or up to 1")
-        if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens {self.max_tokens} generates no text", fix="use --max_tokens 1 or more")
+        top_k, top_p = 1 if self.top_k is None else self.top_k, 1.0 if self.top_p is None else self.top_p
+        if not 0.0 <= self.temperature < float("inf") or min(top_k, self.max_tokens) < 1 or not 0.0 < top_p <= 1.0:
+            from drumline.generate.limits import refuse
+
+            refuse(self)
 
 
 def can_write(model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         linear_cross_entropy,
         scaled_gradients,
     )
-    from drumline.model.plugin import checked_plugin
+    from drumline.model.plugin import check_loss, checked_plugin
     from drumline.model.positions import one_before
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

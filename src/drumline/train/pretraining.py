@@ -228,7 +228,12 @@ def _flops(model: nn.Module, batches: TokenBatches, step: int) -> float:
 def _model(config: TrainConfig, data: Data, world: World) -> nn.Module:
     torch.manual_seed(mix(config.run.seed))
     built = room("kernels").with_kernels(config, world.device) if world.device.type == "cuda" else config
-    return world.on_all_ranks(lambda: build_model(built, vocab_size=data.vocab_size)).to(world.device)
+    model = world.on_all_ranks(lambda: build_model(built, vocab_size=data.vocab_size)).to(world.device)
+    if config.model.model != "gpt":
+        from drumline.model import check_loss
+
+        world.on_all_ranks(lambda: check_loss(model, config, vocab_size=data.vocab_size))
+    return model
 
 
 def _step(config: TrainConfig, model: nn.Module, batches: TokenBatches, world: World, records: Records | None) -> Step:

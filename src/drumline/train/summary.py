@@ -6,10 +6,9 @@ import math
 import shlex
 from dataclasses import replace
 
-from drumline.config import OptimConfig, TrainConfig, preset
+from drumline.config import TrainConfig, preset
 from drumline.data import Data, TokenBatches
 from drumline.lazy import room
-from drumline.optim import scaled
 from drumline.report import Records, plot_loss
 from drumline.signals import raising
 from drumline.train.loop import FitResult
@@ -21,8 +20,16 @@ def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: 
     batches, plan, precision = setup.batches, setup.batches.plan, setup.step.precision
     parameters = sum(p.numel() for p in setup.step.model.parameters())
     held_out = f"{count(len(data.valid))} tokens for validation" if data.valid is not None else "no validation data"
-    skipped = f"; skipped {data.skipped.count} unreadable, first: {data.skipped.first[0]}" if data.skipped.count else ""
-    short = ""
+    optim, note, short = config.optim, "", ""
+    lr = f"{optim.lr:g} at its peak by adamw"
+    if (optim.optimizer, optim.scale_lr, optim.embedding_lr, optim.head_lr) != ("adamw", "none", None, None):
+        from drumline.optim import lr_formula
+
+        lr = lr_formula(optim, plan.sequences, muon_lr=preset(config.model.preset).muon_lr)
+    if config.data.train_data_path != "builtin":
+        from drumline.data import data_note
+
+        note = data_note(config.data, data.skipped)
     if isinstance(batches, TokenBatches) and batches.short_steps:
         short = f"; the first {batches.short_steps:,} with a context of {batches.context_of(0)}"
     return [
@@ -31,26 +38,12 @@ def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: 
         f"on {precision.device.type} in {str(precision.dtype).removeprefix('torch.')}"
         f"{' and float8' if config.run.fp8 else ''}",
         f"data   {config.data.train_data_path}: {count(len(data.train))} tokens, {held_out}, "
-        f"vocabulary {data.vocab_size:,}{skipped}",
+        f"vocabulary {data.vocab_size:,}{note}",
         f"step   {plan.formula(setup.world.size)} = {plan.sequences} sequences "
         f"= {plan.sequences * batches.tokens_per_item:,} tokens",
-        f"lr     {_lr_formula(config.optim, plan.sequences, muon_lr=preset(config.model.preset).muon_lr)}",
+        f"lr     {lr}",
         f"steps  {total_steps:,}, which is {total_steps * plan.sequences / batches.items:.2f} epochs{short}",
     ]
-
-
-def _lr_formula(optim: OptimConfig, sequences: int, *, muon_lr: float) -> str:
-    lr, peak = optim.lr or 0.0, scaled(optim, sequences=sequences).lr or 0.0
-    formula = f"{lr:g}"
-    if optim.scale_lr != "none":
-        root = "square root of " if optim.scale_lr == "sqrt" else ""
-        formula += f" x {root}({sequences} / {optim.base_batch_size} sequences) = {peak:g}"
-    rates = {"embeddings": optim.embedding_lr, "head": optim.head_lr}
-    others = [f", {name} {rate * peak / lr:g}" for name, rate in rates.items() if rate is not None]
-    hint = ""
-    if optim.optimizer == "muon" and peak < muon_lr / 8:  # a value for AdamW
-        hint = f"; values near {muon_lr:g} suit Muon, and --recipe classic uses AdamW"
-    return f"{formula} at its peak by {optim.optimizer}{''.join(others)}{hint}"
 
 
 def conclude(config: TrainConfig, data: Data, setup: Setup, records: Records, result: FitResult) -> FitResult:
