@@ -68,8 +68,8 @@ def test_the_list_says_of_each_checkpoint_why_it_is_kept_or_not_used(folder: Run
     rows = [line.split() for line in said.splitlines()[1:]]
     assert [(row[0], row[4], " ".join(row[5:])) for row in rows] == [
         ("10", "3.0000", "deleted at the next save"),
-        ("20", "1.0000", "newest, best"),
-        ("30", "2.0000", "newest"),
+        ("20", "1.0000", "last 3, best"),
+        ("30", "2.0000", "last 3"),
         ("40", "-", "newest"),
         ("50", "-", "not used: superseded"),
         ("45", "-", "in memory"),
@@ -89,6 +89,24 @@ def test_verify_says_what_is_wrong_with_each_and_changes_nothing(folder: RunFold
     assert "step-00000030 is damaged: model-00001-of-00001.safetensors has 9 bytes" in lines[1]
     assert command("verify", "--step", "20")[0] == 0
     assert command("verify", "--step", "30")[0] == 1
+
+
+def test_verify_tells_of_what_was_set_aside(folder: RunFolder, command: Command) -> None:
+    for step, why in ((30, "superseded"), (40, "damaged")):
+        folder.checkpoint(step).rename(folder.checkpoints / f"step-000000{step}.{why}")
+    code, said, _ = command("verify")
+    assert code == 0
+    assert [line.partition(": ")[2].partition("; ")[0] for line in said.splitlines()] == [
+        "ok",
+        "ok",
+        "set aside as damaged, not used",
+        "set aside: the run went back before it, not used",
+    ]
+    assert "set aside" not in command("verify", "--step", "20")[1]
+    for step in (10, 20):
+        folder.checkpoint(step).rename(folder.checkpoints / f"step-000000{step}.damaged")
+    code, _, error = command("verify")
+    assert code == 1 and "has no checkpoints" in error and error.count("was set aside") == 4
 
 
 def test_export_writes_the_newest_valid_one_and_replaces_nothing_unless_forced(

@@ -3,8 +3,10 @@
 import ast
 import inspect
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -196,6 +198,53 @@ def test_evaluate_and_sample_use_the_newest_checkpoint(train: Train, capsys: pyt
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("All work")
     greedy = ["--temperature", "0", "--top_k", "5", "--top_p", "0.9", "--max_tokens", "5", "--device", "cpu"]
     assert run_command(["sample", "run", *greedy]) == 0
+
+
+def test_evaluate_and_sample_tell_of_a_damaged_checkpoint_and_change_nothing(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--run_dir", "run", "--save_every", "2", "--keep_checkpoints", "9") == 0
+    os.truncate("run/checkpoints/step-00000006/run.json", 9)
+    Path("run/checkpoints/step-00000004").rename("run/checkpoints/step-00000004.damaged")
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    for words in (["evaluate", "run"], ["sample", "run", "--max_tokens", "3"]):
+        capsys.readouterr()
+        assert run_command(words) == 0
+        first, second = capsys.readouterr().err.splitlines()
+        assert first.startswith(
+            "warning: the checkpoint run/checkpoints/step-00000006 is damaged: run.json has 9 bytes"
+        )
+        assert first.endswith("; using step-00000002 instead")
+        assert "step-00000004.damaged was set aside as damaged; using step-00000002 instead" in second
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+    shutil.rmtree("run/checkpoints/step-00000002")
+    assert run_command(["sample", "run"]) == 1
+    error = capsys.readouterr().err
+    assert "has no valid checkpoint" in error and "run.json has 9 bytes" in error
+
+
+def test_runs_fits_a_terminal_of_80_columns_in_natural_order_with_the_step_it_stopped_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ["tiny", "tiny-2", "tiny-10", "a-name-that-is-much-longer-than-others"]
+    for name in names:
+        folder = RunFolder(Path("runs", name))
+        folder.path.mkdir(parents=True)
+        folder.config.write_text("")
+        record = {"step": 1_230_000, "loss": 10.1234, "valid_loss": 11.1234, "bits_per_byte": 3.1234}
+        folder.metrics.write_text(json.dumps(record) + "\n")
+        folder.write_status("stopped", step=1_234_567, total_steps=2_000_000)
+    assert run_command(["runs", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["run"] for row in rows] == [f"runs/{name}" for name in [names[3], *names[:3]]]
+    assert {row["step"] for row in rows} == {1_234_567} and {row["valid_loss"] for row in rows} == {11.1234}
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run_command(["runs"]) == 0
+    shown = re.sub(r"\x1b\[\d*m", "", capsys.readouterr().out)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert shown.count("1,234,567/2,000,000  10.1234  11.1234     3.1234") == 4 and "…" not in shown
 
 
 def test_runs_lists_each_run_with_its_state_and_last_loss(train: Train, capsys: pytest.CaptureFixture[str]) -> None:

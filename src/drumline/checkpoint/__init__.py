@@ -17,9 +17,10 @@ if TYPE_CHECKING:
         export_checkpoint,
         list_checkpoints,
         prune_checkpoints,
+        set_aside_checkpoints,
         verify_checkpoints,
     )
-    from drumline.checkpoint.newest import newest_valid, valid_ones
+    from drumline.checkpoint.newest import newest_readable, newest_valid, valid_ones
     from drumline.checkpoint.restoring import load, resume
     from drumline.checkpoint.resuming import check_resume, find_snapshots, has_begun, what_to_resume
     from drumline.checkpoint.retention import Retention

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from drumline.checkpoint.checkpoints import Checkpoint, OtherFormatError, checkpoint_paths, open_checkpoint
 from drumline.checkpoint.export import single_file_name, write_single_file
+from drumline.checkpoint.newest import DAMAGED, SUPERSEDED
 from drumline.checkpoint.retention import Retention, leftovers, reasons, step_of, valid_loss
 from drumline.checkpoint.snapshots import Snapshots
 from drumline.errors import CheckpointError, ConfigError
 from drumline.files import CHECKPOINT_PREFIX, RunFolder, stored_config
 
-_SET_ASIDE = ("damaged", "superseded")
 _HOLD_WAIT_S = 1.0
 
 
@@ -54,6 +54,13 @@ def verify_checkpoints(run: Path, *, step: int | None) -> Iterator[tuple[Path, s
             yield path, error.problem
         else:
             yield path, None
+
+
+def set_aside_checkpoints(run: Path, *, step: int | None) -> list[tuple[Path, str]]:
+    """Those that a run has renamed and does not use any more, newest first, with the reason."""
+    whys = {DAMAGED: "set aside as damaged", SUPERSEDED: "set aside: the run went back before it"}
+    paths = reversed(_set_aside(_run_folder(run)))
+    return [(path, whys[path.suffix[1:]]) for path in paths if step in (None, _step(path))]
 
 
 def export_checkpoint(run: Path, *, step: int | None, out: Path | None, force: bool) -> tuple[Checkpoint, Path]:
@@ -151,21 +158,30 @@ def _newest_whole(folder: RunFolder) -> tuple[Checkpoint, dict[Path, str]]:
 
 
 def _none_yet(folder: RunFolder) -> CheckpointError:
-    return CheckpointError(f"the run {folder.path} has no checkpoints", fix="train until its first save (--save_every)")
+    aside = [f"{path} was set aside" for path in _set_aside(folder)]
+    fix = "train until its first save (--save_every)"
+    return CheckpointError(f"the run {folder.path} has no checkpoints", fix=fix, details=aside)
 
 
 def _set_aside(folder: RunFolder) -> list[Path]:
-    return sorted(p for p in folder.checkpoints.glob(f"{CHECKPOINT_PREFIX}*.*") if p.suffix[1:] in _SET_ASIDE)
+    return sorted(
+        p for p in folder.checkpoints.glob(f"{CHECKPOINT_PREFIX}*.*") if p.suffix[1:] in (DAMAGED, SUPERSEDED)
+    )
 
 
 def _listed(path: Path, kept: str) -> Listed:
     return Listed(
-        step=int(path.name.removeprefix(CHECKPOINT_PREFIX).partition(".")[0]),
+        step=_step(path),
         saved=path.stat().st_mtime,
         bytes=_bytes(path),
         valid_loss=valid_loss(path),
         kept=kept,
     )
+
+
+def _step(path: Path) -> int:
+    """Also of one that was renamed."""
+    return int(path.name.removeprefix(CHECKPOINT_PREFIX).partition(".")[0])
 
 
 def _bytes(path: Path) -> int:

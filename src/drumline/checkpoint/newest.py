@@ -1,4 +1,4 @@
-"""The newest valid checkpoint of a run; damaged ones on the way are renamed."""
+"""The newest valid checkpoint of a run; damaged ones on the way are renamed, unless it is only read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from pathlib import Path
 from drumline.checkpoint.checkpoints import Checkpoint, OtherFormatError, checkpoint_paths, open_checkpoint
 from drumline.checkpoint.retention import step_of
 from drumline.errors import CheckpointError
-from drumline.files import publish
+from drumline.files import CHECKPOINT_PREFIX, publish
+
+DAMAGED, SUPERSEDED = "damaged", "superseded"
+"""Why a checkpoint was renamed, which is then the end of its name."""
 
 
 def newest_valid(folder: Path, *, warn: Callable[[str], None], before: int | None = None) -> Checkpoint | None:
@@ -27,8 +30,31 @@ def valid_ones(folder: Path, *, warn: Callable[[str], None], before: int | None 
         except OtherFormatError:
             raise
         except CheckpointError as error:
-            warn(f"{error.problem}; {set_aside(path, 'damaged')}, trying the previous one")
+            warn(f"{error.problem}; {set_aside(path, DAMAGED)}, trying the previous one")
             publish({"event": "checkpoint damaged", "path": str(path)})
+
+
+def newest_readable(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest valid checkpoint, and what is wrong with those that are newer; changes nothing."""
+    damaged: list[str] = []
+    for path in sorted(folder.glob(f"{CHECKPOINT_PREFIX}*"), key=_number, reverse=True):
+        number, _, why = path.name.removeprefix(CHECKPOINT_PREFIX).partition(".")
+        if not number.isdecimal() or why not in ("", DAMAGED):
+            continue
+        try:
+            if why:
+                raise CheckpointError(f"the checkpoint {path} was set aside as damaged", fix="")
+            return open_checkpoint(path), damaged
+        except OtherFormatError:
+            raise
+        except CheckpointError as error:
+            damaged.append(error.problem)
+    return None, damaged
+
+
+def _number(path: Path) -> tuple[int, str]:
+    number = path.name.removeprefix(CHECKPOINT_PREFIX).partition(".")[0]
+    return int(number) if number.isdecimal() else -1, path.name
 
 
 def set_aside(path: Path, why: str) -> str:

@@ -36,13 +36,13 @@ def prune(folder: RunFolder, retention: Retention, *, newest: Checkpoint, spare:
 
 
 def reasons(paths: Sequence[Path], retention: Retention) -> dict[Path, list[str]]:
-    """Why each checkpoint (oldest first) is kept: newest, every, best; empty if it need not be."""
+    """Why each checkpoint (oldest first) is kept: newest, last N, every, best; empty if it need not be."""
     judged = {path: loss for path in paths if (loss := valid_loss(path)) is not None}
     best = min(judged, key=lambda path: judged[path], default=None)
     newest = set(paths[-retention.last :])
     return {
         path: [
-            *(["newest"] if path in newest else []),
+            *(["newest" if path == paths[-1] else f"last {retention.last}"] if path in newest else []),
             *(["every"] if retention.every is not None and step_of(path) % retention.every == 0 else []),
             *(["best"] if retention.best and path == best else []),
         ]

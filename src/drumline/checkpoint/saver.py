@@ -243,8 +243,7 @@ class Saver:
         self._job = None
         pause_s = min(_RETRY_S[1], _RETRY_S[0] * 2 ** min(self._failures, 10))
         self._failures, self._retry_at = self._failures + 1, time.monotonic() + pause_s
-        step = job.state.step
-        self._tell(*failed_save(self._folder, step=step, why=why, needed_bytes=job.bytes, pause_s=pause_s))
+        self._tell(*failed_save(self._folder, step=job.state.step, why=why, needed_bytes=job.bytes, pause_s=pause_s))
 
 
 def _outcome(part: Future[FileFacts]) -> dict[str, Any]:

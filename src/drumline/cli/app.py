@@ -10,7 +10,6 @@ import atexit
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from types import SimpleNamespace
 
 from cyclopts import App, CycloptsError, Parameter
@@ -62,7 +61,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """The `drumline` command."""
     words = list(sys.argv[1:] if argv is None else argv)
     PROCESS.is_ours = argv is None
-    _open_what_is_closed()
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        from drumline.files import open_closed_streams
+
+        open_closed_streams()
     if words[:1] == ["train"] and not {"RANK", "SLURM_PROCID"} & set(os.environ):
         # Until the loop or the supervisor takes over, there is nothing to save, so a stop signal simply exits.
         # Ranks keep the default handlers: while blocked in a collective, they would never get to run their own.
@@ -79,17 +81,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     flush_console()
     os._exit(code)
-
-
-def _open_what_is_closed() -> None:
-    """Open missing standard streams on /dev/null: otherwise the next opened file would take their descriptor."""
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            with suppress(OSError):
-                os.fstat(number)
-                continue
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
-            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
 def run_command(argv: list[str]) -> int:

@@ -30,6 +30,8 @@ def list_(run: Path, /) -> int:
 def verify(run: Path, /, *, step: int | None = None) -> int:
     """Check every file against its hash; exit code 1 if a checkpoint is damaged. Changes nothing.
 
+    Those that the run has set aside are listed, too; it does not use them any more.
+
     Parameters
     ----------
     run
@@ -37,13 +39,15 @@ def verify(run: Path, /, *, step: int | None = None) -> int:
     step
         Check only the checkpoint of this step.
     """
-    from drumline.checkpoint import verify_checkpoints
+    from drumline.checkpoint import set_aside_checkpoints, verify_checkpoints
     from drumline.report import print_line
 
     whole = True
     for path, problem in verify_checkpoints(run, step=step):
         print_line(f"{path}: ok" if problem is None else problem)
         whole = whole and problem is None
+    for path, why in set_aside_checkpoints(run, step=step):
+        print_line(f"{path}: {why}, not used; to delete it: drumline checkpoint prune {run}")
     return 0 if whole else 1
 
 

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json as json_format
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 
-def runs(where: Path = Path("runs"), /) -> int:
+def runs(where: Path = Path("runs"), /, *, json: Annotated[bool, Parameter(negative=())] = False) -> int:
     """List runs with their state and latest losses.
 
     Parameters
     ----------
     where
         Folder that contains the runs.
+    json
+        Print JSON.
     """
     from drumline.report import list_runs, print_runs
 
-    print_runs(list(list_runs(where)), where)
+    rows = list(list_runs(where))
+    if json:
+        print(json_format.dumps(rows, indent=2))
+    else:
+        print_runs(rows, where)
     return 0

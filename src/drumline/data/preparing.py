@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -111,7 +111,7 @@ def prepare(recipe: Recipe, out: str | Path, *, progress: ProgressCallback | Non
             f"{out} is inside the text folder {source} and would be read as text next time",
             fix="choose another folder for the tokens",
         )
-    existing = _existing(out, recipe)
+    existing = _existing(out, recipe.key, source=recipe.corpus.source)
     try:
         manifest = existing or _make(recipe, out, progress or (lambda _: None), skipped)
     except OSError as error:  # problems with the text raise DataError
@@ -121,13 +121,13 @@ def prepare(recipe: Recipe, out: str | Path, *, progress: ProgressCallback | Non
     return Prepared(out, manifest, time.perf_counter() - started, skipped, reused=existing is not None)
 
 
-def _existing(out: Path, recipe: Recipe) -> Manifest | None:
+def _existing(out: Path, key: str, *, source: str) -> Manifest | None:
     """The manifest of `out` if it has the right content; None if it does not exist."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     from drumline.data.opening import manifest_of_key
 
-    return manifest_of_key(out, recipe.key, source=recipe.corpus.source)
+    return manifest_of_key(out, key, source=source)
 
 
 def _make(recipe: Recipe, out: Path, progress: ProgressCallback, skipped: Skipped) -> Manifest:
@@ -137,6 +137,7 @@ def _make(recipe: Recipe, out: Path, progress: ProgressCallback, skipped: Skippe
     prefix = f"{out.name}.partial-{host}-"
     _remove_leftovers(out.parent, prefix)
     partial = out.with_name(f"{prefix}{os.getpid()}")
+    made = [path for path in out.parents if not path.exists()]
     partial.mkdir(parents=True)
     try:
         manifest = _fill(partial, recipe, progress, skipped)
@@ -144,13 +145,18 @@ def _make(recipe: Recipe, out: Path, progress: ProgressCallback, skipped: Skippe
         try:
             partial.rename(out)
         except OSError:
-            existing = _existing(out, recipe)  # another process may have created it in the meantime
+            existing = _existing(
+                out, recipe.key, source=recipe.corpus.source
+            )  # another process may have created it in the meantime
             if existing is None:
                 raise
             manifest = existing
         flush(out.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        for path in made:
+            with suppress(OSError):  # not empty, unless there is no result
+                path.rmdir()
     return manifest
 
 

@@ -1,8 +1,8 @@
 """Atomic files -> the run folder.
 
 disk: replace, append lines, flush, hash and lock files. run_folder: the layout of a run folder, its status, and the
-lock that keeps a second process out. journal: events.jsonl and status.json. runs: which folder a new run takes, its
-stored config, and its state.
+lock that keeps a second process out (undoing: a run that is refused leaves it as it was). journal: events.jsonl and
+status.json. runs: which folder a new run takes, its stored config, and its state. streams: closed standard streams.
 """
 
 from typing import TYPE_CHECKING
@@ -15,5 +15,6 @@ if TYPE_CHECKING:
     from drumline.files.journal import Journal
     from drumline.files.run_folder import CHECKPOINT_PREFIX, RunFolder, choose_folder
     from drumline.files.runs import run_folders, run_state, stored_config
+    from drumline.files.streams import forget_stdout, open_closed_streams
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

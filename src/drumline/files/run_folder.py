@@ -44,6 +44,8 @@ class RunFolder:
         """Exists once --resume_from was followed, so that restarted ranks do not follow it again."""
         self.identity = path / ".id"
         self._run_id = ""
+        self.began = False
+        """Whether training has begun here; until then, an error leaves the folder as it was (`hold`)."""
 
     @classmethod
     def named_by(cls, path: Path) -> RunFolder:
@@ -74,6 +76,7 @@ class RunFolder:
 
         Waits a little first: a process that was stopped or killed may take a moment to exit.
         """
+        missing, before = [path for path in (self.path, *self.path.parents) if not path.exists()], {}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = Lock(self.lock)
@@ -90,10 +93,21 @@ class RunFolder:
                     f"{self.path} is in use: {holder(self)} is training there",
                     fix="wait until it ends, stop it, or choose another --run_dir",
                 )
+            if not missing:
+                from drumline.files.undoing import contents
+
+                before = contents(self)
             with suppress(OSError):  # the holder is only informative: a full disk is no reason to stop
                 os.ftruncate(lock.descriptor, 0)
                 os.pwrite(lock.descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
-            yield
+            try:
+                yield
+            except BaseException:
+                if not self.began:
+                    from drumline.files.undoing import undo
+
+                    undo(self, before, missing)
+                raise
         finally:
             lock.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -15,9 +16,13 @@ RUNS_DIR = Path("runs")
 
 
 def run_folders(where: Path) -> list[RunFolder]:
-    """The runs below a folder, by name."""
-    folders = [RunFolder(path) for path in sorted(where.glob("*"))]
+    """The runs below a folder, by name; tiny-2 comes before tiny-10."""
+    folders = [RunFolder(path) for path in sorted(where.glob("*"), key=_natural)]
     return [folder for folder in folders if folder.config.exists()]
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
 def free_folder(config: TrainConfig) -> RunFolder:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
 from drumline.checkpoint import load as load_checkpoint
-from drumline.checkpoint import newest_valid, open_checkpoint
+from drumline.checkpoint import newest_readable, open_checkpoint
 from drumline.config import TrainConfig
 from drumline.data import Tokenizer
 from drumline.errors import CheckpointError
 from drumline.files import RunFolder, stored_config
 from drumline.model import build_model
+from drumline.report import to_stderr
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,15 @@ def load_run(path: Path) -> LoadedRun:
         raise CheckpointError(
             f"{path} is neither a run nor a checkpoint of one", fix="`drumline runs` lists the runs here"
         )
-    warnings: list[str] = []
     is_run = path == folder.path
-    checkpoint = newest_valid(folder.checkpoints, warn=warnings.append) if is_run else open_checkpoint(path)
+    checkpoint, damaged = newest_readable(folder.checkpoints) if is_run else (open_checkpoint(path), [])
+    if checkpoint is None and damaged:
+        fix = "see what is left: drumline checkpoint list " + shlex.quote(str(path))
+        raise CheckpointError(f"the run {path} has no valid checkpoint", fix=fix, details=damaged)
     if checkpoint is None:
-        raise CheckpointError(
-            f"the run {path} has no valid checkpoint yet", fix="train until its first save (--save_every)"
-        )
+        raise CheckpointError(f"the run {path} has no checkpoint yet", fix="train until its first save (--save_every)")
+    for problem in damaged:
+        to_stderr(f"warning: {problem}; using {checkpoint.path.name} instead")
     tokenizer = Tokenizer.load(folder.tokenizer) if folder.tokenizer.exists() else None
     vocab_size = tokenizer.vocab_size if tokenizer else config.data.vocab_size
     model = build_model(config, vocab_size=vocab_size)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from drumline.report.plots import plot_loss, save_figure
     from drumline.report.preparation import preparing
     from drumline.report.progress import progress_of
-    from drumline.report.records import JsonlSink, Record, Records, Sink, Speed, flush_console
+    from drumline.report.records import JsonlSink, Record, Records, Sink, Speed, flush_console, to_stderr
     from drumline.report.rewinding import forget_after
     from drumline.report.runs import list_runs
     from drumline.report.terminal import print_checkpoints, print_line, print_runs, print_table

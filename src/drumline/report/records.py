@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +101,9 @@ class Records:
             except OSError as error:
                 self._line(f"warning: {error}")
         if _CONSOLE in self._failing:
-            _forget_stdout()
+            from drumline.files import forget_stdout
+
+            forget_stdout()
 
     def _line(self, text: str) -> None:
         self.attempt(_CONSOLE, lambda: self._show(text))
@@ -147,14 +148,6 @@ def flush_console() -> None:
 def to_stderr(text: str) -> None:
     with suppress(OSError, ValueError):  # there is nowhere left to report it
         print(text, file=sys.stderr, flush=True)
-
-
-def _forget_stdout() -> None:
-    """Discard what stdout did not accept: Python's final flush would make a successful run exit with 120."""
-    with suppress(OSError, ValueError):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
 
 
 class JsonlSink:

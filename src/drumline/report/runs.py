@@ -17,7 +17,8 @@ def list_runs(where: Path) -> Iterator[dict[str, Any]]:
         yield {
             "run": str(folder.path),
             "state": run_state(folder),
-            "step": records[-1]["step"] if records else status.get("step", 0),
+            # A run that was stopped is further than its last log line, one that runs than its last checkpoint.
+            "step": max(records[-1]["step"] if records else 0, status.get("step", 0)),
             "total_steps": status.get("total_steps", 0),
             "loss": _last(records, "loss"),
             "valid_loss": _last(records, "valid_loss"),

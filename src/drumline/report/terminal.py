@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,35 +18,52 @@ if TYPE_CHECKING:  # imports torch, which the other tables do not need
 
 
 def print_runs(rows: Sequence[dict[str, Any]], where: Path) -> None:
-    """One row per run."""
-    console = Console()
+    """One row per run. In a narrow terminal a long name takes several lines, but no number is cut."""
+    console = _console()
     if not rows:
         console.print(f"no runs in {where}; start one with `drumline train`", highlight=False)
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("run", "state", "step", "loss", "validation", "bits/byte", "updated"):
-        table.add_column(column, justify="left" if column in ("run", "state", "updated") else "right", no_wrap=True)
+    table.add_column("run", overflow="fold")
+    for column in ("state", "step", "loss", "valid", "bits/byte", "updated"):
+        table.add_column(column, justify="left" if column in ("state", "updated") else "right", no_wrap=True)
     for row in rows:
         losses = (row[key] for key in ("loss", "valid_loss", "bits_per_byte"))
         numbers = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
-        when = str(row["updated"])[:16].replace("T", " ")
-        table.add_row(row["run"], row["state"], f"{row['step']:,}/{row['total_steps']:,}", *numbers, when)
+        steps = f"{row['step']:,}/{row['total_steps']:,}"
+        table.add_row(row["run"], row["state"], steps, *numbers, _ago(str(row["updated"])))
     console.print(table)
     for row in rows:
         if row["cause"]:
             console.print(f"{row['run']}: {row['cause']}", highlight=False, markup=False)
 
 
+def _console() -> Console:
+    """As wide as the terminal; what is no terminal gets whole lines."""
+    console = Console()
+    return console if console.is_terminal else Console(width=1000)
+
+
+def _ago(when: str) -> str:
+    """2026-11-16T07:28:29+0000 -> 3d ago"""
+    try:
+        seconds = max(0.0, time.time() - datetime.strptime(when, "%Y-%m-%dT%H:%M:%S%z").timestamp())
+    except ValueError:
+        return "-"
+    size, letter = next((each for each in ((86400, "d"), (3600, "h"), (60, "m")) if seconds >= each[0]), (1, "s"))
+    return f"{seconds // size:.0f}{letter} ago"
+
+
 def print_checkpoints(rows: Sequence[Listed]) -> None:
     """One row per checkpoint."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("step", "saved", "size", "validation", "kept because"):
+    for column in ("step", "saved", "size", "valid", "kept because"):
         table.add_column(column, justify="left" if column in ("saved", "kept because") else "right", no_wrap=True)
     for row in rows:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.saved))
         loss = "-" if row.valid_loss is None else f"{row.valid_loss:.4f}"
         table.add_row(f"{row.step:,}", when, f"{count(row.bytes)}B", loss, row.kept)
-    Console().print(table)
+    _console().print(table)
 
 
 def print_line(text: str) -> None:
@@ -59,4 +77,4 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    _console().print(table)

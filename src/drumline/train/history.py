@@ -50,6 +50,7 @@ class History:
     def begin(self) -> int:
         """The step to continue with."""
         state = self._restore(self._setup.resume_from)
+        self._folder.began = True
         step = state.step if state else 0
         self._detours = state.detours if state else []
         if state:

@@ -65,8 +65,8 @@ def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | No
     folder = RunFolder(Path(world.on_rank0(lambda: str(choose_folder(config).path))))
     world.on_rank0(lambda: check_resume(config.run.resume_from, folder))
     stored = _stored(folder, world)
-    data = _open_data(config, world, progress)
     config = world.on_all_ranks(lambda: _settled(config, folder, stored, world))
+    data = _open_data(config, world, progress)
     with ExitStack() as open_parts:
         world.on_rank0(lambda: open_parts.enter_context(folder.hold()))
         own_pulse().tell_run_dir(folder.path)
@@ -118,7 +118,7 @@ def _settled(config: TrainConfig, folder: RunFolder, stored: TrainConfig | None,
     """The config with what only the run folder determines: the batch size of a step, and the folder itself."""
     batch = config.batch
     if stored is not None:
-        from drumline.config import with_stored_batch
+        from drumline.config import refuse_changes, with_stored_batch
 
         batch = with_stored_batch(batch, stored.batch)
     plan = plan_batches(batch, default_batch_size=preset(config.model.preset).batch_size, world_size=world.size)
@@ -128,8 +128,6 @@ def _settled(config: TrainConfig, folder: RunFolder, stored: TrainConfig | None,
     )
     settled = replace(config, batch=batch, run=replace(config.run, run_dir=str(folder.path)))
     if stored is not None:
-        from drumline.config import refuse_changes
-
         refuse_changes(settled, stored, run_dir=folder.path)
     return settled
 

@@ -1,0 +1,26 @@
+"""Standard streams that are closed, or accept no more."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+
+
+def open_closed_streams() -> None:
+    """Open missing standard streams on /dev/null: otherwise the next opened file would take their descriptor."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            with suppress(OSError):
+                os.fstat(number)
+                continue
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
+            setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def forget_stdout() -> None:
+    """Discard what stdout did not accept: Python's final flush would make a successful run exit with 120."""
+    with suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
