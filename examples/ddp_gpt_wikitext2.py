@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 ddp_gpt_wikitext2.py --epochs 5 --batch_size 32 --vocab_size 5000
 
 Without network access, `--dataset builtin` trains on the source code of Python's standard library; a file, a folder or
-another dataset works too. Run it again to resume.
+another dataset works too. Run again, it resumes if it was stopped.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--batch_size", type=int, default=8, help="sequences per rank (default: 8)")
     parser.add_argument("--vocab_size", type=int, default=5000, help="vocabulary size (default: 5000)")
     parser.add_argument("--dataset", default="wikitext-2", help="training text (default: wikitext-2)")
-    parser.add_argument("--run_dir", default="runs/ddp_gpt_wikitext2", help="run folder")
+    parser.add_argument("--run_dir", help="run folder (default: runs/tiny, or the next free number)")
     args = parser.parse_args()
     pretrain(
         TrainConfig(

@@ -2,7 +2,8 @@
 
     python multi_gpus.py 50 10
 
-Run it again to resume; another --run_dir starts a new run.
+Run again, it resumes if it was stopped; after a finished run, or with other settings, it starts a new run in
+runs/multi_gpus-2, runs/multi_gpus-3, ...
 """
 
 import argparse
@@ -16,7 +17,7 @@ from drumline import Trainer
 from drumline.elastic.launch import start_ranks
 
 
-def train(total_epochs: int, save_every: int, batch_size: int, run_dir: str) -> None:
+def train(total_epochs: int, save_every: int, batch_size: int, run_dir: str | None) -> None:
     """Runs on each rank."""
     torch.manual_seed(0)  # every rank creates the same data and trains on its share
     dataset = TensorDataset(torch.rand(2048, 20), torch.rand(2048, 1))
@@ -32,7 +33,7 @@ if __name__ == "__main__":
     parser.add_argument("save_every", type=int, help="epochs between checkpoints")
     parser.add_argument("--batch_size", type=int, default=32, help="samples per rank (default: 32)")
     parser.add_argument("--nproc", type=int, help="ranks to start (default: one per GPU)")
-    parser.add_argument("--run_dir", default="runs/multi_gpus", help="run folder")
+    parser.add_argument("--run_dir", help="run folder (default: runs/multi_gpus, or the next free number)")
     args = parser.parse_args()
     nproc = args.nproc or torch.cuda.device_count() or 1
     sys.exit(start_ranks(train, (args.total_epochs, args.save_every, args.batch_size, args.run_dir), nproc=nproc))

@@ -15,4 +15,4 @@ from drumline.parallel.place import find_place
 if __name__ == "__main__":
     place = find_place(os.environ)
     print(f"rank {place.rank} of {place.size} is local rank {place.local_rank} on {socket.gethostname()}")
-    main("runs/multinode")
+    main()

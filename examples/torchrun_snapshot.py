@@ -15,13 +15,12 @@ from torch.utils.data import TensorDataset
 from drumline import Trainer
 
 
-def main(run_dir: str = "runs/torchrun_snapshot") -> None:
-    """run_dir: default of --run_dir"""
+def main() -> None:
     parser = argparse.ArgumentParser(description="A linear layer, trained by ranks that torchrun starts")
     parser.add_argument("total_epochs", type=int, help="total number of epochs")
     parser.add_argument("save_every", type=int, help="epochs between checkpoints")
     parser.add_argument("--batch_size", type=int, default=4, help="samples per rank (default: 4)")
-    parser.add_argument("--run_dir", default=run_dir, help="run folder")
+    parser.add_argument("--run_dir", help="run folder (default: runs/SCRIPT, or the next free number)")
     args = parser.parse_args()
     torch.manual_seed(0)  # every rank creates the same data and trains on its share
     dataset = TensorDataset(torch.rand(16, 8), torch.rand(16, 1))

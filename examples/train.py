@@ -3,7 +3,8 @@
     python train.py --batch_size 8
     torchrun --nproc_per_node=4 train.py --batch_size 8
 
-Run it again to resume; another --run_dir starts a new run.
+Run again, it resumes if it was stopped; after a finished run, or with other settings, it starts a new run in
+runs/train-2, runs/train-3, ...
 """
 
 import argparse
@@ -19,13 +20,15 @@ from drumline import Trainer
 def main() -> None:
     parser = argparse.ArgumentParser(description="A small network on random numbers")
     parser.add_argument("--batch_size", type=int, default=32, help="samples per rank (default: 32)")
-    parser.add_argument("--run_dir", default="runs/train", help="run folder")
+    parser.add_argument("--epochs", type=int, default=10, help="total number of epochs (default: 10)")
+    parser.add_argument("--run_dir", help="run folder (default: runs/train, or the next free number)")
     args = parser.parse_args()
     torch.manual_seed(0)  # every rank creates the same data and trains on its share
     dataset = TensorDataset(torch.randn(1000, 10), torch.randn(1000, 1))
     model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    Trainer(model, dataset, optimizer, loss=F.mse_loss, batch_size=args.batch_size, run_dir=args.run_dir).fit(epochs=10)
+    trainer = Trainer(model, dataset, optimizer, loss=F.mse_loss, batch_size=args.batch_size, run_dir=args.run_dir)
+    trainer.fit(epochs=args.epochs)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node=2 train_ddp.py
 
-Run it again to resume; another --run_dir starts a new run.
+Run again, it resumes if it was stopped; after a finished run, or with other settings, it starts a new run in
+runs/train_ddp-2, runs/train_ddp-3, ...
 """
 
 import argparse
@@ -30,7 +31,7 @@ class ToyRandomDataset(Dataset[dict[str, Tensor]]):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="A small GPT on random tokens")
-    parser.add_argument("--run_dir", default="runs/train_ddp", help="run folder")
+    parser.add_argument("--run_dir", help="run folder (default: runs/train_ddp, or the next free number)")
     args = parser.parse_args()
     torch.manual_seed(0)
     config = GPTConfig(

@@ -1,10 +1,13 @@
-"""The examples, run as their users run them: on two real ranks, by every launcher they name."""
+"""The examples, run as their users run them: every command of the tutorials that they are for, in its order."""
 
 import json
 import os
+import re
 import runpy
+import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,9 @@ from drumline.report.records import read_metrics
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 TIMEOUT_S = 240
+PROGRAMS = {"python": [], "torchrun": ["-m", "torch.distributed.run"], "drumline": ["-m", "drumline"]}
+OTHER_NAMES = {"set_distributed.py": "train_distributed.py", "pytorch_examples/3.torchrun.py": "torchrun_snapshot.py"}
+"""Scripts that a tutorial calls by another name."""
 
 
 def start(where: Path, *words: str) -> subprocess.Popen[str]:
@@ -48,7 +54,7 @@ def run(where: Path, *commands: list[str]) -> str:
         finally:
             for process in processes:
                 process.terminate()  # a launcher that hangs takes its ranks with it
-    assert [process.returncode for process in processes] == [0] * len(commands), "\n".join(said)
+    assert [process.returncode for process in processes] == [0] * len(commands), "\n".join([str(commands), *said])
     return said[0]
 
 
@@ -58,6 +64,50 @@ def run_here(where: Path, argv: list[str], monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sys, "argv", argv)
     with suppress(SystemExit):
         runpy.run_path(argv[0], run_name="__main__")
+
+
+def hosts(tutorial: str) -> Iterator[list[str]]:
+    """The commands of a tutorial in its order; those that are for two hosts come together."""
+    together: list[str] = []
+    for line in tutorial.replace("\\\n", " ").strip().splitlines():
+        together.append(line.strip())
+        if "node_rank=0" not in line:
+            yield together
+            together = []
+
+
+def type_in(where: Path, tutorial: str, *, short: Callable[[list[str]], Sequence[str]]) -> list[str]:
+    """Type the commands of a tutorial, with half of their ranks, into a folder that has the examples.
+
+    short: of a command, more flags that make the work less
+    """
+    for script in EXAMPLES.glob("*.py"):
+        (where / script.name).write_bytes(script.read_bytes())
+    for name, script_name in OTHER_NAMES.items():
+        (where / name).parent.mkdir(exist_ok=True)
+        (where / name).write_bytes((EXAMPLES / script_name).read_bytes())
+    said = []
+    for commands in hosts(tutorial):
+        port = free_port()
+        said.append(run(where, *(words_of(command, port, short) for command in commands)))
+    return said
+
+
+def words_of(command: str, port: int, short: Callable[[list[str]], Sequence[str]]) -> list[str]:
+    """Python's arguments for a command of a tutorial."""
+    changes = {
+        r"(?<=nproc_per_node=)\d+|(?<=nproc-per-node=)\d+|(?<=world_size )\d+": lambda n: str(max(1, int(n[0]) // 2)),
+        r"(?<=master_addr=)\S+": lambda _: "127.0.0.1",
+        r"(?<=master_port=)\d+": lambda _: str(port),
+        r"/data/|/path/to/": lambda _: "",
+    }
+    for pattern, change in changes.items():
+        command = re.sub(pattern, change, command)
+    program, *words = [word for word in shlex.split(command) if not re.match(r"[A-Z_]+=", word)]
+    words = [*PROGRAMS[program], *words]
+    if words[0] == "-m" and "drumline" not in words and not any("master_port" in word for word in words):
+        words.insert(2, f"--master_port={port}")  # 29500 is for only one run of this machine
+    return [*words, *short(words)]
 
 
 def script(name: str, *flags: str) -> list[str]:
@@ -87,79 +137,124 @@ def test_an_example_is_short_and_listed(path: Path) -> None:
     assert f"{path.name} " in (EXAMPLES / "README.md").read_text()
 
 
+def test_the_commands_for_train_work_in_their_order_in_one_folder(tmp_path: Path) -> None:
+    tutorial = """
+        python train.py --batch_size 8
+        torchrun --nproc_per_node=4 train.py --batch_size 8
+        CUDA_VISIBLE_DEVICES=0,1 torchrun --nproc_per_node=2 train.py --batch_size 8
+        torchrun --nnodes=2 --nproc_per_node=4 --node_rank=0 --master_addr=192.168.1.100 --master_port=29500 \\
+            train.py --batch_size 8
+        torchrun --nnodes=2 --nproc_per_node=4 --node_rank=1 --master_addr=192.168.1.100 --master_port=29500 \\
+            train.py --batch_size 8
+        torchrun --nnodes=2 --nproc_per_node=1 --node_rank=0 --master_addr=192.168.1.100 --master_port=29500 \\
+            train.py --batch_size 8
+        torchrun --nnodes=2 --nproc_per_node=1 --node_rank=1 --master_addr=192.168.1.100 --master_port=29500 \\
+            train.py --batch_size 8
+        python train.py
+        torchrun --nproc_per_node=4 train.py
+    """
+    said = type_in(tmp_path, tutorial, short=lambda words: ["--epochs", "1"])
+    assert said[0].startswith("run    runs/train\n") and "| epoch 0.08/1 |" in said[0]
+    folders = ["train", *(f"train-{number}" for number in range(2, 8))]
+    steps = [sequences_per_step(tmp_path / "runs" / folder) for folder in folders]
+    assert steps == [8, 16, 8, 32, 16, 32, 64]
+    for ranks, alone in (("train-2", "train-5"), ("train-3", "train"), ("train-4", "train-6")):
+        assert losses(tmp_path / "runs" / ranks) == pytest.approx(losses(tmp_path / "runs" / alone), abs=1e-4)
+
+
 @pytest.mark.long
-def test_train_distributed_gives_one_curve_by_every_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = (np.arange(4000) * 7 % 290).astype("<u2")
-    tokens.tofile(tmp_path / "train.bin")
-    tokens[:500].tofile(tmp_path / "val.bin")
-    data = "--train_data_path train.bin --valid_data_path val.bin --dtype float32 --backend gloo".split()
-
-    def example(run_dir: str, *flags: str) -> list[str]:
-        return script("train_distributed.py", *flags, *small(*data), "--run_dir", run_dir)
-
-    launcher = ["-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={free_port()}"]
-    wandb = "--use_wandb --wandb_project p --wandb_run_name n".split()
-    run(
-        tmp_path,
-        example("plain", "--gradient_accumulation_steps", "2", *wandb),
-        [*TORCHRUN, *example("torchrun", "--distributed", "--gradient_accumulation_steps", "1")],
-        [*launcher, *example("launch", "--distributed")],
-        example("itself", "--distributed", "--world_size", "2"),
-    )
-    assert list((tmp_path / "plain/wandb").glob("offline-run-*"))
-
-    resume = ["--resume_from", "torchrun/checkpoints/step-00000004", "--global_batch_size", "8"]
-    run_here(tmp_path, example("resumed", *resume), monkeypatch)
-
-    names = ("plain", "torchrun", "launch", "itself", "resumed")
-    assert {sequences_per_step(tmp_path / name) for name in names} == {8}  # 4 x 2 ranks, or 4 x 2 accumulated
-    curves = {name: losses(tmp_path / name) for name in names}
-    assert list(curves["plain"]) == [1, 2, 3, 4, 5, 6] and list(curves["resumed"]) == [5, 6]
-    for name, curve in curves.items():
-        assert curve == pytest.approx({step: curves["plain"][step] for step in curve}, abs=1e-5), name
+def test_the_commands_for_ddp_gpt_wikitext2_work_in_their_order_in_one_folder(tmp_path: Path, text: Path) -> None:
+    tutorial = """
+        torchrun --nproc_per_node=2 ddp_gpt_wikitext2.py
+        torchrun --nproc_per_node=1 ddp_gpt_wikitext2.py
+        torchrun --nproc_per_node=2 ddp_gpt_wikitext2.py --epochs 5 --batch_size 32 --vocab_size 5000
+        torchrun --nnodes=2 --nproc_per_node=1 --node_rank=0 --master_addr=172.25.0.100 --master_port=29500 \\
+            ddp_gpt_wikitext2.py --epochs 3 --batch_size 8
+        torchrun --nnodes=2 --nproc_per_node=1 --node_rank=1 --master_addr=172.25.0.100 --master_port=29500 \\
+            ddp_gpt_wikitext2.py --epochs 3 --batch_size 8
+    """
+    short = "--dataset text --epochs 1 --vocab_size 300".split()
+    said = type_in(tmp_path, tutorial, short=lambda words: short)
+    assert "context 128" in said[0] and "| epoch " in said[0] and "sample:" in said[0]
+    folders = ["tiny", "tiny-2", "tiny-3", "tiny-4"]
+    assert [sequences_per_step(tmp_path / "runs" / folder) for folder in folders] == [8, 8, 32, 16]
 
 
-def test_ddp_gpt_wikitext2_trains_on_any_text(tmp_path: Path, text: Path) -> None:
-    flags = "--epochs 1 --batch_size 2 --vocab_size 300 --dataset text --run_dir run".split()
-    said = run(tmp_path, [*TORCHRUN, *script("ddp_gpt_wikitext2.py", *flags)])
-    assert sequences_per_step(tmp_path / "run") == 2 * 2
-    assert "context 128" in said and "sample:" in said
-
-
-def test_train_ddp_trains_a_gpt_on_a_dataset_of_dicts(tmp_path: Path) -> None:
-    said = run(tmp_path, [*TORCHRUN, *script("train_ddp.py")])
+def test_the_command_for_train_ddp_trains_a_gpt_on_a_dataset_of_dicts(tmp_path: Path) -> None:
+    (said,) = type_in(tmp_path, "torchrun --nproc-per-node=4 train_ddp.py", short=lambda words: [])
     assert finished(tmp_path / "runs/train_ddp")["step"] == 50
     assert sequences_per_step(tmp_path / "runs/train_ddp") == 8 * 2
     assert said.count("step  10/50 | loss 9.") == 1  # one rank speaks; ln 10000 is 9.21
 
 
-def test_train_gives_the_same_curve_on_one_rank_and_on_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(tmp_path, [*TORCHRUN, *script("train.py", "--batch_size", "50")])
-    run_here(tmp_path, script("train.py", "--batch_size", "100", "--run_dir", "alone"), monkeypatch)
-    two, one = losses(tmp_path / "runs/train"), losses(tmp_path / "alone")
-    assert list(two) == list(range(10, 101, 10))  # 10 epochs of 1000 samples, 100 a step
-    assert two == pytest.approx(one, abs=1e-4)
-
-
-def test_multi_gpus_starts_its_own_ranks(tmp_path: Path) -> None:
-    run(tmp_path, script("multi_gpus.py", "3", "2", "--batch_size", "128", "--nproc", "2", "--run_dir", "run"))
-    steps = 2048 // (2 * 128)
-    assert finished(tmp_path / "run")["step"] == 3 * steps
-    assert {path.name for path in (tmp_path / "run/checkpoints").iterdir()} == {
-        f"step-{epoch * steps:08d}" for epoch in (2, 3)
+def test_the_commands_for_snapshots_work_in_their_order_in_one_folder(tmp_path: Path) -> None:
+    tutorial = """
+        python multi_gpus.py 50 10 --batch_size 1024
+        python multi_gpus.py 50 10 --batch_size 512 --nproc 2
+        torchrun --standalone --nproc_per_node=4 pytorch_examples/3.torchrun.py 25 10
+        torchrun --standalone --nproc_per_node=4 pytorch_examples/3.torchrun.py 50 10
+        torchrun --nproc_per_node=2 --nnode=2 --node_rank=0 multinode.py 50 10
+        torchrun --nproc_per_node=4 --nnode=2 --node_rank=1 multinode.py 50 10
+    """
+    said = type_in(tmp_path, tutorial, short=lambda words: [])
+    runs = tmp_path / "runs"
+    assert {path.name for path in (runs / "multi_gpus/checkpoints").iterdir()} == {
+        f"step-{2 * epoch:08d}" for epoch in (30, 40, 50)
     }
+    assert losses(runs / "multi_gpus-2") == pytest.approx(losses(runs / "multi_gpus"), abs=1e-4)
+    assert "resuming from" in said[3] and "(step 50)" in said[3]
+    assert finished(runs / "3.torchrun")["step"] == 100 and not (runs / "3.torchrun-2").exists()
+    assert "rank 0 of 3 is local rank 0 on" in said[4]
+    assert sequences_per_step(runs / "multinode") == 3 * 4
 
 
-def test_torchrun_snapshot_goes_on_to_the_weights_of_an_uninterrupted_run_on_two_hosts(tmp_path: Path) -> None:
-    meet = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    hosts = [["-m", "torch.distributed.run", *meet, f"--node_rank={rank}"] for rank in (0, 1)]
-    multinode = [[*host, *script("multinode.py", "4", "1")] for host in hosts]
-    said = run(tmp_path, *multinode, [*TORCHRUN, *script("torchrun_snapshot.py", "2", "1")])
-    assert "rank 0 of 2 is local rank 0 on" in said
-    uninterrupted = finished(tmp_path / "runs/multinode")
-    half = finished(tmp_path / "runs/torchrun_snapshot")
-    said = run(tmp_path, [*TORCHRUN, *script("torchrun_snapshot.py", "4", "1")])
-    whole = finished(tmp_path / "runs/torchrun_snapshot")
-    assert "resuming from" in said and "(step 4)" in said
-    assert (half["step"], whole["step"], uninterrupted["step"]) == (4, 8, 8)
-    assert whole["weights_sha256"] == uninterrupted["weights_sha256"] != half["weights_sha256"]
+def test_a_run_that_goes_on_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    for epochs in ("2", "4"):
+        run(tmp_path, [*TORCHRUN, *script("torchrun_snapshot.py", epochs, "1")])
+    run(tmp_path, [*TORCHRUN, *script("torchrun_snapshot.py", "4", "1", "--run_dir", "whole")])
+    parts, whole = finished(tmp_path / "runs/torchrun_snapshot"), finished(tmp_path / "whole")
+    assert parts["weights_sha256"] == whole["weights_sha256"] and parts["step"] == 8
+
+
+@pytest.mark.long
+def test_the_commands_for_train_distributed_work_in_their_order_in_one_folder(tmp_path: Path) -> None:
+    tokens = (np.arange(4000) * 7 % 290).astype("<u2")
+    tokens.tofile(tmp_path / "train.bin")
+    tokens[:500].tofile(tmp_path / "val.bin")
+    (tmp_path / "checkpoints").mkdir()
+    data = "--train_data_path /data/train.bin --valid_data_path /data/val.bin"
+    on_hosts = "--nproc_per_node=8 --nnodes=2 --master_addr=192.168.1.1 --master_port=29500"
+    tutorial = f"""
+        python train_distributed.py {data} --batch_size 8 --total_steps 10000
+        torchrun --nproc_per_node=4 train_distributed.py --distributed {data} --batch_size 8 --total_steps 10000
+        python -m torch.distributed.launch --nproc_per_node=4 --master_port=29500 train_distributed.py --distributed \\
+            {data} --batch_size 8
+        python train_distributed.py --distributed --world_size 4 {data} --batch_size 8
+        torchrun {on_hosts} --node_rank=0 set_distributed.py --distributed {data}
+        torchrun {on_hosts} --node_rank=1 set_distributed.py --distributed {data}
+        torchrun --nproc_per_node=4 train_distributed.py --distributed --batch_size 4 --gradient_accumulation_steps 4
+        torchrun --nproc_per_node=4 train_distributed.py --distributed --dtype bfloat16 --batch_size 16
+        torchrun --master_port=29501 --nproc_per_node=4 train_distributed.py --distributed --batch_size 2
+        python train_distributed.py --distributed --backend gloo
+        torchrun --nproc_per_node=4 train_distributed.py --distributed --use_wandb --wandb_project my-transformer \\
+            --wandb_run_name 4gpu-bf16-experiment
+    """
+
+    def short(words: list[str]) -> list[str]:
+        if "drumline" in words:
+            return []
+        if "--resume_from" in words:
+            return ["--run_dir", "resumed"]  # all else is in the file
+        usual = small("--dtype", "float32", "--train_data_path", "train.bin")
+        pairs = zip(usual[::2], usual[1::2], strict=True)
+        flags = [word for name, value in pairs if name not in words for word in (name, value)]
+        return [*flags, "--total_steps", "6", "--save_every", "2"]
+
+    type_in(tmp_path, tutorial, short=short)
+    runs = tmp_path / "runs"
+    named = {number: runs / f"modern-tiny{'' if number == 1 else f'-{number}'}" for number in range(1, 11)}
+    steps = [sequences_per_step(folder) for folder in named.values()]
+    assert steps == [8, 16, 16, 16, 32, 32, 32, 4, 4, 8]
+    for number in (3, 4):
+        assert losses(named[number]) == pytest.approx(losses(named[2]), abs=1e-5)
+    assert list((named[10] / "wandb").glob("offline-run-*"))

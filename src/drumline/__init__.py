@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from drumline.data import Tokenizer as Tokenizer
     from drumline.errors import DrumlineError as DrumlineError
     from drumline.model import GPT as GPT
-    from drumline.train import Trainer as Trainer
-    from drumline.train import pretrain as pretrain
+    from drumline.trainer import Trainer as Trainer
+    from drumline.trainer import pretrain as pretrain
 
 __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = public(__name__, __file__)

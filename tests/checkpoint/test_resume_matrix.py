@@ -16,7 +16,7 @@ from drumline.checkpoint.checkpoints import checkpoint_paths, open_checkpoint
 from drumline.checkpoint.retention import step_of
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
-from drumline.train.trainer import Trainer
+from drumline.trainer.trainer import Trainer
 
 SIZES, STEPS, STOP = (1, 2, 3, 4), 6, 3
 

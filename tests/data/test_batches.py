@@ -12,7 +12,7 @@ from drumline.config.settings import BatchConfig
 from drumline.data.batches import BatchPlan, TokenBatches, mix, plan_batches, visit_order, visits
 from drumline.data.tokens import TokenFile
 from drumline.errors import ConfigError, DataError
-from drumline.train.trainer import DatasetBatches
+from drumline.trainer.samples import DatasetBatches
 
 
 def token_file(count: int, **more: object) -> TokenFile:

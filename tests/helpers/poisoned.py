@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from drumline.report.records import read_metrics
 from drumline.train.loop import FitResult
-from drumline.train.trainer import Trainer
+from drumline.trainer.trainer import Trainer
 
 SAMPLES, BATCH = 120, 12  # in micro-batches of 2: three ranks have two each; ten steps see each sample once
 

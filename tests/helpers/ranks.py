@@ -32,7 +32,7 @@ _CONTEXT.set_forkserver_preload(
         "torch.distributed",
         "torch.nn.parallel",
         "drumline.train.pretraining",
-        "drumline.train.trainer",
+        "drumline.trainer.trainer",
         "drumline.cli.app",
         "matplotlib.pyplot",
     ]

@@ -27,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from typing import Any, NoReturn
 
 _PRELOAD = """
 numpy torch torch._dynamo torch.distributed torch.distributed.launcher.api torch.nn.parallel matplotlib.pyplot
-drumline.cli.app drumline.train.pretraining drumline.train.trainer drumline.elastic.launch drumline.report.terminal
+drumline.cli.app drumline.train.pretraining drumline.trainer.trainer drumline.elastic.launch drumline.report.terminal
 """.split()
 _Popen, _LONGEST = subprocess.Popen, 1 << 17
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
@@ -272,14 +271,22 @@ def _become(what: dict[str, Any]) -> NoReturn:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
+    except BaseException as error:
+        code = _uncaught(error)
     threading._shutdown()  # type: ignore[attr-defined]  # as at the end of any program
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
+
+
+def _uncaught(error: BaseException) -> int:
+    """What Python does at the end of a program that did not catch this; gives its exit code."""
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as ends:
+        return int(ends.code or 0)
+    return 1
 
 
 class _ReplacedError(BaseException):

@@ -23,7 +23,7 @@ from drumline.parallel.heartbeat import Pulse
 from drumline.parallel.stragglers import WINDOW, Pace, Stopwatch, find_stragglers
 from drumline.parallel.strategies import make_strategy
 from drumline.parallel.world import Place, World, join
-from drumline.train.trainer import Trainer
+from drumline.trainer.trainer import Trainer
 
 NOISE = st.floats(0.95, 1.05)
 

@@ -20,7 +20,7 @@ from drumline.checkpoint.checkpoints import open_checkpoint
 from drumline.errors import EXIT_FAILED, EXIT_USER, TrainingError
 from drumline.files.run_folder import RunFolder
 from drumline.train.history import History
-from drumline.train.trainer import Trainer
+from drumline.trainer.trainer import Trainer
 
 HOST = socket.gethostname()
 

@@ -15,7 +15,7 @@ from drumline.data.batches import BatchPlan, TokenBatches
 from drumline.data.opening import open_tokens
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
-from drumline.train.trainer import Trainer
+from drumline.trainer.trainer import Trainer
 
 STEPS = 20
 # Seven micro-batches: no number of ranks from 2 to 4 divides them evenly.

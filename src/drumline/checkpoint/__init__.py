@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         verify_checkpoints,
     )
     from drumline.checkpoint.newest import newest_readable, newest_valid, valid_ones
-    from drumline.checkpoint.restoring import load, resume
+    from drumline.checkpoint.restoring import check_same_run, load, read_weights, resume
     from drumline.checkpoint.resuming import check_resume, find_snapshots, has_begun, what_to_resume
     from drumline.checkpoint.retention import Retention
     from drumline.checkpoint.saver import Saver

@@ -123,7 +123,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         _check_files(path, files)
     except OSError as error:  # a failing disk
         raise _damaged(path, f"it cannot be read ({error})") from None
-    state = _read_state(path)
+    state = read_state(path)
     if state.step != step:
         raise _damaged(path, f"{RUN} is of step {state.step}, {MANIFEST} of step {step}")
     return Checkpoint(path, state)
@@ -147,7 +147,7 @@ def _check_files(path: Path, files: dict[str, tuple[int, str]]) -> None:
         raise _damaged(path, f"it contains {unknown[0]}, which its {MANIFEST} does not list")
 
 
-def _read_state(path: Path) -> RunState:
+def read_state(path: Path) -> RunState:
     """run.json, with exactly the fields of a RunState."""
     try:
         run = json.loads((path / RUN).read_text(encoding="utf-8"))

@@ -17,6 +17,7 @@ from drumline.checkpoint.checkpoints import (
     RunState,
     checkpoint_paths,
     open_checkpoint,
+    read_state,
 )
 from drumline.checkpoint.newest import newest_valid, set_aside
 from drumline.checkpoint.retention import step_of
@@ -123,6 +124,17 @@ def leave_behind(folder: RunFolder, start: Checkpoint, *, say: Say) -> None:
 
 def _named(resume_from: str, folder: RunFolder) -> Path:
     return folder.checkpoint(int(resume_from)) if resume_from.isdigit() else Path(resume_from)
+
+
+def check_same_run(folder: RunFolder, facts: dict[str, Any], allow_change: Sequence[str]) -> None:
+    """Refuse immediately to resume a run with other facts; its newest checkpoint is verified when it is opened."""
+    for path in reversed(checkpoint_paths(folder.checkpoints)):
+        try:
+            checkpoint = Checkpoint(path, read_state(path))
+        except CheckpointError:
+            continue
+        _check_same_run(checkpoint, facts, allow_change)
+        return
 
 
 def _check_same_run(checkpoint: Checkpoint, facts: dict[str, Any], allow_change: Sequence[str]) -> None:
@@ -237,6 +249,14 @@ def read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
                     missing.remove(name)
         if missing:
             raise KeyError(f"{min(missing)} is missing")
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights of a verified checkpoint, by name, on the CPU."""
+    shapes = {name: about for name, about in stored_shapes(folder).items() if kind_of(name) == "model"}
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
+    read_tensors(tensors, folder)
+    return tensors
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:

@@ -118,8 +118,6 @@ def _names_files(words: Sequence[str]) -> bool:
 
 
 def _report(error: DrumlineError, code: int) -> int:
-    from drumline.report import is_to_tell, tell
+    from drumline.report import told
 
-    if is_to_tell():
-        tell(error)
-    return code
+    return told(error, code)

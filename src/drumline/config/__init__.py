@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.config.facts import ANY
+    from drumline.config.facts import ANY, did_you_mean
     from drumline.config.flags import flag
     from drumline.config.model import GPTConfig, ModelSettings
     from drumline.config.options import plugin_options
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         RanksConfig,
         RecordConfig,
         RunConfig,
+        ScaleLr,
         TrainConfig,
         names_with,
     )

@@ -37,6 +37,8 @@ class RunFolder:
         self.status = path / "status.json"
         self.loss_plot = path / "loss.png"
         self.tensorboard = path / "tensorboard"
+        self.trainer = path / "trainer.json"
+        """What a run of `Trainer` is: by this a script that is started again knows its own run."""
         self.lock = path / ".lock"
         self.leader = path / ".leader"
         """The leader's lease, if several hosts train together."""

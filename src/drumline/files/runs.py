@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import socket
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import psutil
@@ -18,7 +20,7 @@ RUNS_DIR = Path("runs")
 def run_folders(where: Path) -> list[RunFolder]:
     """The runs below a folder, by name; tiny-2 comes before tiny-10."""
     folders = [RunFolder(path) for path in sorted(where.glob("*"), key=_natural)]
-    return [folder for folder in folders if folder.config.exists()]
+    return [folder for folder in folders if folder.config.exists() or folder.trainer.exists()]
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
@@ -27,12 +29,19 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 def free_folder(config: TrainConfig) -> RunFolder:
     """The first of runs/PRESET, runs/PRESET-2, ... that does not exist, or is an unfinished run with this config."""
-    number = 1
-    while True:
-        folder = RunFolder(RUNS_DIR / (config.model.preset if number == 1 else f"{config.model.preset}-{number}"))
-        if not folder.path.exists() or (run_state(folder) in ("stopped", "lost", "failed") and _same(folder, config)):
-            return folder
-        number += 1
+    return numbered_folder(config.model.preset, lambda folder: is_unfinished(folder) and _same(folder, config))
+
+
+def numbered_folder(name: str, goes_on: Callable[[RunFolder], bool]) -> RunFolder:
+    """The first of runs/NAME, runs/NAME-2, ... that does not exist, or has a run that `goes_on`."""
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    folders = (RunFolder(RUNS_DIR / each) for each in names)
+    return next(folder for folder in folders if not folder.path.exists() or goes_on(folder))
+
+
+def is_unfinished(folder: RunFolder) -> bool:
+    """Whether a run has ended before its end."""
+    return run_state(folder) in ("stopped", "lost", "failed")
 
 
 def _same(folder: RunFolder, config: TrainConfig) -> bool:

@@ -17,7 +17,7 @@ Contents = dict[str, bytes | int | None]
 
 def contents(folder: RunFolder) -> Contents:
     """What `undo` needs to know about a folder that exists."""
-    replaced = (folder.config, folder.tokenizer, folder.identity, folder.resumed, folder.lock)
+    replaced = (folder.config, folder.trainer, folder.tokenizer, folder.identity, folder.resumed, folder.lock)
     there: Contents = {}
     for path in folder.path.iterdir():
         there[path.name] = None
@@ -37,6 +37,7 @@ def undo(folder: RunFolder, before: Contents, missing: Sequence[Path]) -> None:
     of_runs = (folder.config, folder.tokenizer, folder.log, folder.metrics, folder.events, folder.status)
     for path in (
         *of_runs,
+        folder.trainer,
         folder.identity,
         folder.resumed,
         folder.lock,

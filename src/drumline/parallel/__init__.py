@@ -7,7 +7,7 @@ from drumline.lazy import public
 if TYPE_CHECKING:
     from drumline.parallel.agreement import compare, odd_ones, settings
     from drumline.parallel.attempt import Attempt
-    from drumline.parallel.gpus import is_hopper
+    from drumline.parallel.gpus import is_hopper, take_gpu
     from drumline.parallel.hardware import allow_tf32, peak_flops, peak_memory_bytes, pick_device, pick_dtype, versions
     from drumline.parallel.heartbeat import ATTEMPT, Pulse, own_pulse, waiting_for, working
     from drumline.parallel.place import find_place, slurm_hosts

@@ -37,6 +37,8 @@ _PATIENCE = timedelta(days=1)
 _GOODBYE = timedelta(seconds=5)
 _LISTENS_S = 5.0
 _LEFT: list[dist.ProcessGroup | None] = []
+_TURNS = itertools.count()
+"""Numbers of exchanges, of the process: the store of a second run in it may still have the values of the first one."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Group(World):
 
     store: Store
     """The store for messages between ranks."""
-    _turn: Iterator[int] = field(default_factory=itertools.count, repr=False)
+    _turn: Iterator[int] = field(default=_TURNS, repr=False)
 
     @property
     def is_group(self) -> bool:

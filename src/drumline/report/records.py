@@ -23,7 +23,22 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
 Record = dict[str, Any]
+Formats = dict[str, Callable[[Any], str]]
 _CONSOLE = "the console"
+FORMATS: Formats = {
+    "loss": lambda v: f"loss {v:.4f}",
+    "valid_loss": lambda v: f"validation loss {v:.4f}",
+    "perplexity": lambda v: f"perplexity {v:,.2f}",
+    "bits_per_byte": lambda v: f"{v:.4f} bits/byte",
+    "lr": lambda v: f"lr {v:.2e}",
+    "grad_norm": lambda v: f"grad {v:.2f}",
+    "tokens_per_s": lambda v: f"{count(v)} tok/s",
+    "samples_per_s": lambda v: f"{count(v)} samples/s",
+    "mfu": lambda v: f"mfu {v:.1%}",
+    "eta_s": lambda v: f"eta {duration(v)}",
+    "skipped_steps": lambda v: f"skipped {v}",
+}
+"""What the console shows of a record, in this order."""
 
 
 class Sink(Protocol):
@@ -34,6 +49,8 @@ class Sink(Protocol):
 class Records:
     """Passes each record to every sink, and messages to those that show them."""
 
+    formats = FORMATS
+
     def __init__(self, sinks: Sequence[Sink], *, log: Path | None, silent: bool = False) -> None:
         self._sinks = list(sinks)
         self._log = LineFile(log) if log else None
@@ -43,7 +60,7 @@ class Records:
         self._failing: dict[object, str] = {}
 
     def write(self, record: Record) -> None:
-        self._line(format_record(record, total_steps=self._total_steps))
+        self._line(format_record(record, total_steps=self._total_steps, formats=self.formats))
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=record["step"])
         for sink in list(self._sinks):
@@ -180,29 +197,11 @@ def parsed(line: bytes) -> Record | None:
     return record if isinstance(record, dict) else None
 
 
-def format_record(record: Record, *, total_steps: int) -> str:
+def format_record(record: Record, *, total_steps: int, formats: Formats = FORMATS) -> str:
     """step   1,200/10,000 | loss 3.2814 | lr 5.99e-04 | grad 0.41 | 182.4k tok/s | mfu 41.2% | eta 1h12m"""
     total = f"{total_steps:,}"
     parts = [f"step {record['step']:>{len(total) + 1},}/{total}"]
-    for key, shown in _FORMATS.items():
-        if record.get(key) is not None:
-            parts.append(shown(record[key]))
-    return " | ".join(parts)
-
-
-_FORMATS: dict[str, Callable[[Any], str]] = {
-    "loss": lambda v: f"loss {v:.4f}",
-    "valid_loss": lambda v: f"validation loss {v:.4f}",
-    "perplexity": lambda v: f"perplexity {v:,.2f}",
-    "bits_per_byte": lambda v: f"{v:.4f} bits/byte",
-    "lr": lambda v: f"lr {v:.2e}",
-    "grad_norm": lambda v: f"grad {v:.2f}",
-    "tokens_per_s": lambda v: f"{count(v)} tok/s",
-    "samples_per_s": lambda v: f"{count(v)} samples/s",
-    "mfu": lambda v: f"mfu {v:.1%}",
-    "eta_s": lambda v: f"eta {duration(v)}",
-    "skipped_steps": lambda v: f"skipped {v}",
-}
+    return " | ".join([*parts, *(shown(record[key]) for key, shown in formats.items() if record.get(key) is not None)])
 
 
 class Speed:

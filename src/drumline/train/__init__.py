@@ -5,9 +5,12 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
+    from drumline.train.assembly import assembled
     from drumline.train.evaluation import Evaluation, evaluate
+    from drumline.train.guard import GuardRules
+    from drumline.train.loop import FitResult
     from drumline.train.pretraining import pretrain, train_here
-    from drumline.train.step import Backward, Precision, Step, to_device
-    from drumline.train.trainer import Trainer
+    from drumline.train.setup import Intervals, Setup
+    from drumline.train.step import Backward, Objective, Precision, Step, StepResult, to_device
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

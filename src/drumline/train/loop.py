@@ -81,6 +81,7 @@ class Loop:
                 step, speed = back, Speed(back)
                 continue
             step += 1
+            self.setup.stepped(step, result)
             if step == first + _TIMED:
                 self._say_how_long(last - step, speed.rate(step))
             if self.intervals.logs(step):

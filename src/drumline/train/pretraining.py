@@ -23,16 +23,7 @@ from drumline.files import RunFolder, choose_folder, replace_text
 from drumline.lazy import room
 from drumline.model import build_model, token_objective
 from drumline.optim import learning_rate, make_optimizer, scaled
-from drumline.parallel import (
-    Pulse,
-    World,
-    allow_tf32,
-    join,
-    leave,
-    make_strategy,
-    own_pulse,
-    pick_dtype,
-)
+from drumline.parallel import Pulse, World, allow_tf32, join, leave, make_strategy, own_pulse, pick_dtype
 from drumline.report import JsonlSink, Record, Records, Sink, preparing
 from drumline.train.assembly import assembled
 from drumline.train.evaluation import evaluate
@@ -158,6 +149,10 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
 
         sinks += open_trackers(config.records, folder, settings=asdict(config))
     records = Records(sinks, log=folder.log)
+    if config.batch.epochs is not None:
+        from drumline.report import with_epochs
+
+        records.formats = with_epochs(config.batch.epochs)
     stored = to_toml(replace(config, run=replace(config.run, resume_from="auto", allow_change=())))
     if not folder.config.exists():  # a run that could not even start is not worth resuming
         if data.tokenizer is not None:

@@ -12,7 +12,7 @@ from drumline.data import Batches
 from drumline.files import RunFolder
 from drumline.parallel import World
 from drumline.train.guard import GuardRules
-from drumline.train.step import Step
+from drumline.train.step import Step, StepResult
 
 
 @dataclass(kw_only=True)
@@ -24,7 +24,7 @@ class Setup:
     step: Step
     batches: Batches
     seed: int
-    lr: Callable[[int], float] | None = None
+    lr: Callable[[int], float | None] | None = None
     """Learning rate by step; None: leave the optimizer's own."""
     resume_from: str = "auto"
     allow_change: Sequence[str] = ()
@@ -36,6 +36,8 @@ class Setup:
     """Hash of the config, for the checkpoints' manifests."""
     flops_per_item: Callable[[int], float] | None = None
     """FLOPs per step, for MFU."""
+    stepped: Callable[[int, StepResult], None] = lambda step, result: None
+    """Called after each step with the number of completed ones."""
 
     def all_facts(self) -> dict[str, Any]:
         plan = self.batches.plan
@@ -53,8 +55,8 @@ class Intervals:
     """The length of a run and its intervals in steps; `step` counts from 1."""
 
     total_steps: int
-    log_every: int = 10
-    eval_every: int
+    log_every: int | Fraction = 10
+    eval_every: int | Fraction
     save_every: Fraction
     """May be fractional, as in epochs: due at the first step that reaches a multiple."""
     snapshot_every: int = 0

@@ -23,7 +23,7 @@ from drumline.errors import CheckpointError, ConfigError, TrainingError
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
 from drumline.train.setup import due
-from drumline.train.trainer import Trainer
+from drumline.trainer.trainer import Trainer
 
 
 def make(run_dir: Path, *, samples: int = 50, dropout: float = 0.5, **settings: Any) -> Trainer:
@@ -206,7 +206,7 @@ def test_a_signal_stops_the_run_at_a_saved_step_and_it_goes_on_to_the_same_bits(
     with start(1_000_000) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if line.startswith("step"):
+            if "| loss" in line:
                 break
         process.send_signal(signum)
         ended = process.stdout.read().splitlines()[-1].split()
