@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers.small import small
-from helpers.warm import run_warm
+from helpers.warm import run_warm, warm_programs
 
 ROOT = Path(__file__).parent.parent
 README, CHINESE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh-CN.md"))
@@ -41,7 +41,8 @@ def test_the_guide_to_ranks_works_as_it_says_in_both_languages(text: Path, tmp_p
     guides = [(ROOT / f"docs/distributed{language}.md").read_text(encoding="utf-8") for language in ("", ".zh-CN")]
     scripts = blocks(guides[0], "bash test")
     assert len(scripts) >= 2 and scripts == blocks(guides[1], "bash test")
-    environ = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    programs = warm_programs(tmp_path / "programs")
+    environ = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     for script in scripts:
         command = ["bash", "-euo", "pipefail", "-c", script]
         done = subprocess.run(

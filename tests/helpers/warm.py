@@ -4,7 +4,7 @@
 own variables, folder, streams and signals, and does what `python -m MODULE` or `python SCRIPT` would; only the seconds
 that the imports take are saved. The ranks of torchrun and the runs of a drill are forked as well, and so is the server
 of ranks that a script starts. What a test says about the start of Python itself, it must start with subprocess; any
-other program is started as ever.
+other program is started as ever. `warm_programs` are python, drumline and torchrun for a shell, a SLURM or an ssh.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import multiprocessing.util
 import os
 import runpy
 import select
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,6 +39,8 @@ numpy torch torch._dynamo torch.distributed torch.distributed.launcher.api torch
 drumline.cli.app drumline.train.pretraining drumline.trainer.trainer drumline.elastic.launch drumline.report.terminal
 """.split()
 _Popen, _LONGEST = subprocess.Popen, 1 << 17
+_PROGRAMS = {"python": "", "drumline": "-m drumline", "torchrun": "-m torch.distributed.run"}
+_NAMESPACES = ("net", "uts", "mnt")
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
 _spawn, _execv = multiprocessing.util.spawnv_passfds, os.execv
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
@@ -124,26 +128,46 @@ def run_warm(args: Sequence[str], *, timeout: float, **more: Any) -> subprocess.
     return subprocess.CompletedProcess(list(args), process.returncode, out, err)
 
 
+def warm_programs(folder: Path) -> Path:
+    """A folder with python, drumline and torchrun that start at once."""
+    folder.mkdir()
+    client = Path(__file__).with_name("warm_client.py")
+    for name, first in _PROGRAMS.items():
+        words = shlex.join([sys.executable, "-IS", str(client), _server().place, *first.split()])
+        (folder / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
 class _Server:
     """The process that forks, seen from the one that asks it to.
 
     is_below: it was forked from the one that asks, whose streams are for what it starts
+    place:    the socket where programs ask
     """
 
-    def __init__(self, ours: socket.socket, *, is_below: bool) -> None:
-        self._ours, self.is_below = ours, is_below
+    def __init__(self, ours: socket.socket, *, is_below: bool, place: str = "") -> None:
+        self._ours, self.is_below, self.place = ours, is_below, place
         self._lock, self._ended = threading.Lock(), dict[int, int]()
 
     @classmethod
     def started(cls) -> _Server:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        command = [sys.executable, __file__, str(theirs.fileno())]
-        process = _Popen(command, pass_fds=[theirs.fileno()], env=environ, start_new_session=True)
+        folder = tempfile.mkdtemp(prefix="warm-", dir="/tmp")  # a socket's path must be short
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listening.bind(f"{folder}/socket")
+        listening.listen()
+        passed = [theirs.fileno(), listening.fileno()]
+        process = _Popen(
+            [sys.executable, __file__, *map(str, passed)], pass_fds=passed, env=environ, start_new_session=True
+        )
         theirs.close()
+        listening.close()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
         atexit.register(process.wait)
         atexit.register(ours.close)
-        return cls(ours, is_below=False)
+        return cls(ours, is_below=False, place=f"{folder}/socket")
 
     @classmethod
     def forked(cls) -> _Server:
@@ -205,36 +229,64 @@ def enter_host(namespace: str, names: str, name: str) -> None:
     socket.sethostname(name)
 
 
-def _serve(asked: socket.socket) -> NoReturn:
+def enter_namespaces(given: Sequence[int]) -> None:
+    """Move this process to where another one is."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name, fd in zip(_NAMESPACES, given, strict=True):
+        if os.fstat(fd).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino:
+            assert not libc.setns(fd, 0), os.strerror(ctypes.get_errno())
+        os.close(fd)
+
+
+def _serve(asked: socket.socket, listening: socket.socket | None = None) -> NoReturn:
     """Fork what is asked for, and tell how each ended, until nobody asks any more."""
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakes)
+    clients: dict[int, socket.socket] = {}
+    own = [asked, *([listening] if listening else [])]
+
+    def fork(said: bytes, fds: Sequence[int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number, fd in enumerate(fds[:3]):
+                os.dup2(fd, number)
+            enter_namespaces(fds[3:]) if fds[3:] else None
+            opened = {each.detach() for each in (*own, *clients.values())} | {woken, wakes, *fds[:3]}
+            for fd in opened - {0, 1, 2}:
+                os.close(fd)
+            _become(json.loads(said))
+        for fd in fds:
+            os.close(fd)
+        return pid
+
     while True:
-        ready = select.select([asked, woken], [], [])[0]
+        ready = select.select([*own, woken, *clients.values()], [], [])[0]
         if woken in ready:
             os.read(woken, 4096)
-            _tell_ended(asked)
+            _tell_ended(asked, clients)
         if asked in ready:
             said, fds, _, _ = socket.recv_fds(asked, _LONGEST, 3)
             if not said:
                 os._exit(0)
-            pid = os.fork()
-            if pid == 0:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for number, fd in enumerate(fds):
-                    os.dup2(fd, number)
-                for fd in {asked.detach(), woken, wakes, *fds} - {0, 1, 2}:
-                    os.close(fd)
-                _become(json.loads(said))
-            for fd in fds:
-                os.close(fd)
-            asked.send(json.dumps({"started": pid}).encode())
+            asked.send(json.dumps({"started": fork(said, fds)}).encode())
+        if listening in ready:
+            client = listening.accept()[0]  # type: ignore[union-attr]
+            said, fds, _, _ = socket.recv_fds(client, _LONGEST, 3 + len(_NAMESPACES))
+            if said:
+                pid = fork(said, fds)
+                clients[pid] = client
+                client.send(json.dumps({"started": pid}).encode())
+        for pid in [pid for pid, client in clients.items() if client in ready and not client.recv(1)]:
+            clients.pop(pid).close()  # killed, and so is what it stood for
+            with contextlib.suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
 
 
-def _tell_ended(asked: socket.socket) -> None:
+def _tell_ended(asked: socket.socket, clients: dict[int, socket.socket]) -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -242,7 +294,11 @@ def _tell_ended(asked: socket.socket) -> None:
             return
         if pid == 0:
             return
-        asked.send(json.dumps({"ended": pid, "status": status}).encode())
+        client = clients.pop(pid, None)
+        with contextlib.suppress(OSError) if client else contextlib.nullcontext():
+            (client or asked).send(json.dumps({"ended": pid, "status": status}).encode())
+        if client:
+            client.close()
 
 
 def _become(what: dict[str, Any]) -> NoReturn:
@@ -382,4 +438,4 @@ def _serve_ranks(asked: socket.socket) -> NoReturn:
 if __name__ == "__main__":
     for module in _PRELOAD:
         importlib.import_module(module)
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))

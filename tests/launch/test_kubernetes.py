@@ -11,8 +11,8 @@ from cyclopts import App, CycloptsError
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.cli import app as cli
-from drumline.cli.jobs import add_jobs
+from drumline.cli.app import parser
+from drumline.cli.launch import add_jobs
 from drumline.errors import DrumlineError
 from drumline.launch.kubernetes import K8sConfig, K8sJob, label_of
 
@@ -24,8 +24,8 @@ VERSIONS = ("1.29", "1.31", "1.34", "1.37")
 
 def launch(*words: str) -> Any:
     """`drumline launch k8s` with these words."""
-    app = App(name="launch", default_parameter=cli.app.default_parameter, result_action="return_value")
-    add_jobs(app, check=lambda given: cli.app.parse_args(list(given), exit_on_error=False, print_error=False))
+    app = App(name="launch", default_parameter=parser().default_parameter, result_action="return_value")
+    add_jobs(app, check=lambda given: parser().parse_args(list(given), exit_on_error=False, print_error=False))
     return app(["k8s", *words], exit_on_error=False, print_error=False)
 
 

@@ -18,6 +18,7 @@ import pytest
 from helpers.small import small
 from helpers.ssh_plans import script
 from helpers.sshd import LIMIT_S, Cluster, two_hosts_with_sshd, wait
+from helpers.warm import warm_programs
 
 from drumline.errors import EXIT_FAILED, EXIT_STOPPED
 from drumline.files.run_folder import RunFolder
@@ -57,6 +58,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """For the hosts, where importing torch would take most of the time."""
+    return str(warm_programs(tmp_path_factory.mktemp("warm") / "programs") / "python")
+
+
 @pytest.fixture
 def nothing_left(cluster: Cluster) -> Callable[[], None]:
     """Waits until both hosts run only what they did before the test."""
@@ -74,15 +81,15 @@ def train_flags(*flags: str) -> list[str]:
 
 
 def test_two_hosts_train_the_bits_of_one_process_and_run_what_the_dry_run_shows(
-    cluster: Cluster, train: Callable[..., int], tmp_path: Path, nothing_left: Callable[[], None]
+    cluster: Cluster, python: str, train: Callable[..., int], tmp_path: Path, nothing_left: Callable[[], None]
 ) -> None:
     recorder = tmp_path / "recorder"
     script(recorder, RECORDER)
     ssh, flags = f"{recorder} -F {cluster.folder}/ssh_config", train_flags("--run_dir", "run")
     environ = {"HF_TOKEN": SECRET, "NOT_PASSED_ON": "x"}
-    shown = cluster.launch(*BOTH, "--dry_run", *flags, cwd=tmp_path, env=environ, ssh=ssh)
+    shown = cluster.launch(*BOTH, "--python", python, "--dry_run", *flags, cwd=tmp_path, env=environ, ssh=ssh)
     assert shown.ended(within_s=LIMIT_S) == 0 and SECRET not in shown.said and not (tmp_path / "run").exists()
-    started = cluster.launch(*BOTH, *flags, cwd=tmp_path, env=environ, ssh=ssh)
+    started = cluster.launch(*BOTH, "--python", python, *flags, cwd=tmp_path, env=environ, ssh=ssh)
     lines: set[str] = set()
     deadline_s = time.monotonic() + LIMIT_S
     while started.process.poll() is None and time.monotonic() < deadline_s:
@@ -117,11 +124,11 @@ def command_lines(cluster: Cluster) -> set[str]:
 
 
 def test_a_rank_that_raises_on_one_host_is_the_one_cause_told_at_the_end_with_its_traceback(
-    cluster: Cluster, text: Path, tmp_path: Path, nothing_left: Callable[[], None]
+    cluster: Cluster, python: str, text: Path, tmp_path: Path, nothing_left: Callable[[], None]
 ) -> None:
     (tmp_path / "bad.py").write_text(MODEL)
     flags = train_flags("--model", "bad:Bad", "--max_restarts", "0", "--run_dir", "run")
-    started = cluster.launch(*BOTH, "--skip_checks", *flags, cwd=tmp_path)
+    started = cluster.launch(*BOTH, "--python", python, "--skip_checks", *flags, cwd=tmp_path)
     assert started.ended(within_s=LIMIT_S) == EXIT_FAILED, started.said
     last = [line for line in started.said.splitlines() if not line.startswith("host-")]
     assert (
@@ -134,9 +141,9 @@ def test_a_rank_that_raises_on_one_host_is_the_one_cause_told_at_the_end_with_it
 
 
 def test_a_users_mistake_is_two_lines_with_the_host_and_the_exit_code_of_a_mistake(
-    cluster: Cluster, tmp_path: Path, nothing_left: Callable[[], None]
+    cluster: Cluster, python: str, tmp_path: Path, nothing_left: Callable[[], None]
 ) -> None:
-    started = cluster.launch(*BOTH, "--skip_checks", *train_flags("--n_heads", "3"), cwd=tmp_path)
+    started = cluster.launch(*BOTH, "--python", python, "--skip_checks", *train_flags("--n_heads", "3"), cwd=tmp_path)
     assert started.ended(within_s=LIMIT_S) == 1, started.said
     last = [line for line in started.said.splitlines() if not line.startswith("host-")]
     assert len(last) == 2 and "d_model 16 cannot be divided over 3 heads" in last[0] and last[1].startswith("  fix: ")
@@ -145,9 +152,11 @@ def test_a_users_mistake_is_two_lines_with_the_host_and_the_exit_code_of_a_mista
 
 
 def test_ctrl_c_saves_and_ends_all_of_it(
-    cluster: Cluster, text: Path, tmp_path: Path, nothing_left: Callable[[], None]
+    cluster: Cluster, python: str, text: Path, tmp_path: Path, nothing_left: Callable[[], None]
 ) -> None:
-    started = cluster.launch(*BOTH, "--skip_checks", *train_flags("--run_dir", "run", *LONG), cwd=tmp_path)
+    started = cluster.launch(
+        *BOTH, "--python", python, "--skip_checks", *train_flags("--run_dir", "run", *LONG), cwd=tmp_path
+    )
     wait(lambda: "| loss " in started.said, "a step", started)
     started.process.send_signal(signal.SIGINT)
     assert started.ended(within_s=LIMIT_S) == EXIT_STOPPED, started.said

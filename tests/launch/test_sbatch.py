@@ -14,11 +14,12 @@ from cyclopts import App, CycloptsError
 from helpers.ranks import train_ranks
 from helpers.slurm import two_nodes, wait_until
 from helpers.small import small
+from helpers.warm import warm_programs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drumline.cli import app as cli
-from drumline.cli.jobs import add_jobs
+from drumline.cli.app import parser
+from drumline.cli.launch import add_jobs
 from drumline.errors import ConfigError, DrumlineError
 from drumline.files.run_folder import RunFolder
 from drumline.launch.slurm import SlurmConfig, SlurmJob, seconds_of
@@ -30,8 +31,8 @@ TWO_BY_EIGHT = ("--nodes", "2", "--gpus_per_node", "8")
 
 def launch(*words: str) -> Any:
     """`drumline launch slurm` with these words."""
-    app = App(name="launch", default_parameter=cli.app.default_parameter, result_action="return_value")
-    add_jobs(app, check=lambda given: cli.app.parse_args(list(given), exit_on_error=False, print_error=False))
+    app = App(name="launch", default_parameter=parser().default_parameter, result_action="return_value")
+    add_jobs(app, check=lambda given: parser().parse_args(list(given), exit_on_error=False, print_error=False))
     return app(["slurm", *words], exit_on_error=False, print_error=False)
 
 
@@ -274,17 +275,19 @@ def submitted(said: str) -> str:
 @pytest.mark.long
 @pytest.mark.needs("slurm")
 def test_a_job_that_is_warned_saves_is_queued_again_and_ends_with_the_weights_of_an_undisturbed_run(
-    here: Path, capsys: pytest.CaptureFixture[str]
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = 40
     model = ("--model", "slow_model:Slow", "--bitwise", "--total_steps", str(steps), "--save_every", "1000")
     flags = small("--batch_size", "2", "--global_batch_size", "8", *model)
     cluster = ("--nodes", "2", "--gpus_per_node", "1", "--time", "10")
     (here / "slow").touch()
-    assert launch(*cluster, "--", "train", *flags, "--train_data_path", "text", "--run_dir", "runs/big") == 0
-    number = submitted(capsys.readouterr().out)
-    assert launch(*cluster, "--", "train", *flags, "--train_data_path", "nowhere", "--run_dir", "runs/bad") == 0
-    mistaken = submitted(capsys.readouterr().out)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(warm_programs(here / "programs") / "python"))
+        assert launch(*cluster, "--", "train", *flags, "--train_data_path", "text", "--run_dir", "runs/big") == 0
+        number = submitted(capsys.readouterr().out)
+        assert launch(*cluster, "--", "train", *flags, "--train_data_path", "nowhere", "--run_dir", "runs/bad") == 0
+        mistaken = submitted(capsys.readouterr().out)
     output, metrics = here / f"runs/big-{number}.out", here / "runs/big/metrics.jsonl"
 
     def said() -> str:

@@ -10,36 +10,19 @@ import atexit
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from types import SimpleNamespace
-
-from cyclopts import App, CycloptsError, Parameter
-from cyclopts.config import Dict
+from typing import TYPE_CHECKING
 
 from drumline.config import flag
 from drumline.errors import EXIT_INTERRUPTED, EXIT_USAGE, DrumlineError
 from drumline.signals import end_at_once
 
-app = App(
-    name="drumline",
-    help="Train GPT-style language models: from raw text to a model that generates text, with one command.",
-    help_format="plaintext",
-    # Flags are spelled like the settings; --batch-size works like --batch_size. The last occurrence of a flag wins.
-    default_parameter=Parameter(name_transform=lambda name: name, negative_iterable=(), allow_repeating=True),
-    result_action="return_value",
-    suppress_keyboard_interrupt=False,
-)
+if TYPE_CHECKING:
+    from cyclopts import App
+
 PROCESS = SimpleNamespace(is_ours=False)
 """Whether this process runs nothing but the `drumline` command, so that it may fork and exit at any time."""
-_DOCTOR = """Check this machine, or several hosts and the network between them, and print a fix for each problem.
-
-For several hosts, use --hosts, or start it on each host the way runs start:
-with torchrun, with srun, or by hand with --nnodes.
-The exit code is 1 if a check failed, else 0."""
-_LAUNCH = """Start one run on several hosts over SSH: drumline launch --hosts a,b -- train --run_dir /shared/run
-
-The hosts are checked first. Each line of output is prefixed with its host.
-If the run fails, the first failure is reported last.
-Ctrl-C saves a checkpoint and stops; a second Ctrl-C stops immediately."""
 COMMANDS = {
     "drumline.cli.prepare:prepare": "Tokenize text into .bin files, in the format of nanoGPT.",
     "drumline.cli.train:train": "Train a model. Without arguments: a small GPT on Python source code.",
@@ -48,13 +31,11 @@ COMMANDS = {
     "drumline.cli.runs:runs": "List runs with their state and latest losses.",
     "drumline.cli.checkpoint:checkpoint": "List, verify, export or prune the checkpoints of a run.",
     "drumline.cli.bench:bench": "Measure training throughput, where step time goes, and the largest batch that fits.",
-    "drumline.cli.doctor:doctor": _DOCTOR,
-    "drumline.cli.launch:launch": _LAUNCH,
+    "drumline.cli.doctor:doctor": "Check this machine, or several hosts, and print a fix for each problem.",
+    "drumline.cli.launch:launch": "Start one run on several hosts over SSH, or as a SLURM or Kubernetes job.",
     "drumline.cli.drill:drill": "Inject faults into a small run repeatedly and verify that no work is lost.",
 }
-"""Module and help text of each command. The help is repeated here so that `drumline --help` imports none of them."""
-for place, text in COMMANDS.items():
-    app.command(place, help=text)
+"""Module of each command, and its line in `drumline --help`, which imports none of them."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -91,12 +72,19 @@ def run_command(argv: list[str]) -> int:
         from drumline.cli.usage import with_values
 
         argv = with_values(argv)
+    if argv in ([], ["--help"], ["-h"]):
+        from drumline.cli.overview import overview
+
+        sys.stdout.write(overview())
+        return 0
+    from cyclopts import CycloptsError
+
+    app = parser()
     try:
         if argv[:1] == ["train"] and _names_files(argv):
             from drumline.cli.layers import file_layers
 
-            files = file_layers(argv)
-            app.config = [Dict(settings, source=str(path), use_commands_as_keys=False) for path, settings in files]
+            app.config = file_layers(argv)
         code: int | None = app(argv, exit_on_error=False, print_error=False)
         return code or 0
     except CycloptsError as error:
@@ -111,6 +99,24 @@ def run_command(argv: list[str]) -> int:
         app.config = []
 
 
+@cache
+def parser() -> App:
+    """What parses a command line and calls its command."""
+    from cyclopts import App, Parameter
+
+    app = App(
+        name="drumline",
+        help_format="plaintext",
+        # Flags are spelled like the settings; --batch-size works like --batch_size. The last occurrence of a flag wins.
+        default_parameter=Parameter(name_transform=lambda name: name, negative_iterable=(), allow_repeating=True),
+        result_action="return_value",
+        suppress_keyboard_interrupt=False,
+    )
+    for place in COMMANDS:
+        app.command(place)
+    return app
+
+
 def _names_files(words: Sequence[str]) -> bool:
     """Whether settings may come from files: --config, or an existing run."""
     given = flag(words, "config") or flag(words, "resume_from")
@@ -118,6 +124,6 @@ def _names_files(words: Sequence[str]) -> bool:
 
 
 def _report(error: DrumlineError, code: int) -> int:
-    from drumline.report import told
+    from drumline.report import report_error
 
-    return told(error, code)
+    return report_error(error, code)

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from cyclopts.config import Dict
+
 from drumline.config import LENGTHS, flag, read_settings
 from drumline.files import RunFolder
 
 
-def file_layers(words: Sequence[str]) -> list[tuple[Path, dict[str, Any]]]:
+def file_layers(words: Sequence[str]) -> list[Dict]:
     """Settings from files, in order of precedence: --config, then the run that is resumed."""
-    files = []
+    files: list[tuple[Path, dict[str, Any]]] = []
     config = flag(words, "config")
     if config:
         files.append((Path(config), read_settings(Path(config))))
@@ -33,4 +35,4 @@ def file_layers(words: Sequence[str]) -> list[tuple[Path, dict[str, Any]]]:
         for name in lengths - given if given else ():
             del settings[name]
         given |= lengths
-    return files
+    return [Dict(settings, source=str(path), use_commands_as_keys=False) for path, settings in files]

@@ -10,6 +10,7 @@ from typing import get_type_hints
 
 from cyclopts import CycloptsError, UnknownOptionError, UnusedCliTokensError
 
+from drumline.cli.app import parser
 from drumline.config import TrainConfig
 from drumline.errors import UsageError
 
@@ -60,7 +61,7 @@ def with_values(words: Sequence[str]) -> list[str]:
 
 def explained(error: CycloptsError, words: Sequence[str]) -> UsageError:
     """The error with the command that was probably meant."""
-    command = words[0] if words else ""
+    command = words[0] if words and words[0] in parser() else ""
     help_ = f"see drumline {command} --help" if command else "see drumline --help"
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
         rest = shlex.join(error.unused_tokens)

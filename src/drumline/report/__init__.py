@@ -6,14 +6,19 @@ from drumline.lazy import public
 
 if TYPE_CHECKING:
     from drumline.report.epochs import with_epochs
-    from drumline.report.errors import is_to_tell, tell, told
+    from drumline.report.errors import is_to_tell, report_error, tell
     from drumline.report.plots import plot_loss, save_figure
     from drumline.report.preparation import preparing
     from drumline.report.progress import progress_of
     from drumline.report.records import FORMATS, JsonlSink, Record, Records, Sink, Speed, flush_console, to_stderr
     from drumline.report.rewinding import forget_after
     from drumline.report.runs import list_runs
-    from drumline.report.terminal import print_checkpoints, print_line, print_runs, print_table
+    from drumline.report.terminal import (
+        print_checkpoints,
+        print_line,
+        print_runs,
+        print_table,
+    )
     from drumline.report.trackers import open_trackers
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

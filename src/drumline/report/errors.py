@@ -17,7 +17,7 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Set by torchrun: the file whose message it shows for this rank in its list of failures."""
 
 
-def told(error: DrumlineError, code: int | None = None) -> int:
+def report_error(error: DrumlineError, code: int | None = None) -> int:
     """Print an error unless another rank does; returns the exit code of this rank: the error's, or `code`."""
     if error.reported and _ERROR_FILE in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
         # torchrun prints a paragraph about every rank that fails. All ranks have this error, so local rank 0 fails on

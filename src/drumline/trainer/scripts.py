@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from drumline.config import TrainConfig, did_you_mean
 from drumline.errors import DrumlineError, UsageError
-from drumline.report import told
+from drumline.report import report_error
 from drumline.train import FitResult
 from drumline.train import pretrain as pretrain_here
 
@@ -36,7 +36,7 @@ def errors_in_two_lines() -> Iterator[None]:
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if isinstance(error, DrumlineError):
-                raise SystemExit(told(error))  # Python exits with this code
+                raise SystemExit(report_error(error))  # Python exits with this code
             before(kind, error, trace)
 
         sys.excepthook = hook
