@@ -1,9 +1,11 @@
 """One thread per process: the machine's cores are shared by test workers and the processes they start."""
 
+import atexit
 import contextlib
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +13,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton warns that its default will change
 os.environ.pop("WANDB_API_KEY", None)
+
+if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
+    # What killed processes leave in the folder for temporary files goes with that folder; pytest's own stays.
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.gettempdir()
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="drumline-tests-")
+    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
 import pytest
 from helpers.needs import missing

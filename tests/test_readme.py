@@ -67,14 +67,14 @@ def shrunk(command: str) -> list[str]:
         start = words.index("train") + 1
         given = [word for word in words[start:] if word.startswith("--")]
         words = words[:start] + small(*words[start:])
-        if "--minutes" in given:
-            words += ["--minutes", "0.02"]
+        for flag, least in (("--minutes", "0.005"), ("--total_steps", "6")):
+            words += [flag, least] if flag in given else []
         if "--train_data_path" not in given:
             words += ["--train_data_path", "text"]
     if "doctor" in words:
         words.append("--quick")
     if "drill" in words:
-        words = [*words[: words.index("--minutes")], "--minutes", "0.1", "--faults", "kill,nan"]
+        words = [*words[: words.index("--minutes")], "--minutes", "0.01", "--faults", "nan"]
     assert (BIN / words[0]).exists()
     return [sys.executable, "-m", MODULES[words[0]], *words[1:]]
 

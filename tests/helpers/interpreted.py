@@ -2,8 +2,6 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
 from types import ModuleType
 
 import pytest
@@ -26,15 +24,6 @@ MODERN = GPTConfig(
     qk_norm=True,
     bias=False,
 )
-
-
-def run_interpreted(file: str) -> None:
-    """Those tests of a file that need Triton, in a process of its own, where its kernels are interpreted."""
-    # Only what may be skipped here is to be run there: all else has run here.
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q", "-m", "skipif", file]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
 
 
 def give_programs_more_rows(monkeypatch: pytest.MonkeyPatch, ops: ModuleType) -> None:

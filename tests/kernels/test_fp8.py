@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import interpreted
-from helpers.interpreted import HAS_TRITON, INTERPRETED, WHY_NOT, give_programs_more_rows, run_interpreted
+from helpers.interpreted import HAS_TRITON, INTERPRETED, WHY_NOT, give_programs_more_rows
 from torch import Tensor
 
 from drumline.cli.app import run_command
@@ -45,12 +45,6 @@ NEEDS_TRITON = pytest.mark.skipif(
 NEEDS_HOPPER = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 MODERN = replace(interpreted.MODERN, n_layers=2)
 CAPS = pytest.mark.parametrize("softcap", [0.0, 15.0])
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not HAS_TRITON or HOPPER or INTERPRETED, reason="no Triton, or no need")
-def test_the_float8_kernels_equal_their_references_in_tritons_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 @pytest.fixture

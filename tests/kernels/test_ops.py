@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.interpreted import HAS_TRITON, INTERPRETED, MODERN, WHY_NOT, give_programs_more_rows, run_interpreted
+from helpers.interpreted import HAS_TRITON, INTERPRETED, MODERN, WHY_NOT, give_programs_more_rows
 from torch import Tensor
 
 from drumline.config.model import GPTConfig
@@ -30,12 +30,6 @@ NEEDS_HOPPER = pytest.mark.skipif(
 RECIPE = replace(MODERN, tie_embeddings=False, norm_weights=False, softcap=15.0, value_tables=2, smear=True)
 EXACT_TO = 8e-3
 """Relative error of bf16 results; Triton's interpreter rounds them towards zero."""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(not HAS_TRITON or DEVICE.type == "cuda" or INTERPRETED, reason="no Triton, or no need")
-def test_the_kernels_equal_the_plain_operations_in_tritons_interpreter() -> None:
-    run_interpreted(__file__)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,22 @@
+"""The kernels' tests where there is no GPU: through Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.interpreted import HAS_TRITON, INTERPRETED
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not HAS_TRITON or INTERPRETED or torch.cuda.is_available(), reason="no Triton, or no need")
+def test_the_kernels_equal_their_references_in_tritons_interpreter() -> None:
+    # In a process of its own, and only what may be skipped here: all else has run here.
+    files = [str(Path(__file__).with_name(name)) for name in ("test_ops.py", "test_fp8.py")]
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider", "-q", "-m", "skipif", *files]
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout
