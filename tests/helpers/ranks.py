@@ -33,8 +33,8 @@ _CONTEXT.set_forkserver_preload(
         "torch.nn.parallel",
         "drumline.train.pretraining",
         "drumline.trainer.trainer",
-        "drumline.cli.app",
-        "matplotlib.pyplot",
+        "drumline.cli.train",
+        "matplotlib.figure",
     ]
 )
 

@@ -35,8 +35,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _PRELOAD = """
-numpy torch torch._dynamo torch.distributed torch.distributed.launcher.api torch.nn.parallel matplotlib.pyplot
-drumline.cli.app drumline.train.pretraining drumline.trainer.trainer drumline.elastic.launch drumline.report.terminal
+numpy torch torch._dynamo torch.distributed torch.distributed.launcher.api torch.nn.parallel matplotlib.figure
+drumline.cli.train drumline.train.pretraining drumline.trainer.trainer drumline.elastic.launch drumline.report.terminal
 """.split()
 _Popen, _LONGEST = subprocess.Popen, 1 << 17
 _PROGRAMS = {"python": "", "drumline": "-m drumline", "torchrun": "-m torch.distributed.run"}

@@ -12,17 +12,15 @@ from drumline.units import count
 
 def plot_bench(report: Mapping[str, Any], out: Path) -> None:
     """Plot a benchmark report, as in --json: parts of a step, the table, and all-reduce with several ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     panels = [_parts_panel]
     if any(row["fits"] for row in report["table"]):
         panels.append(_table_panel)
     if report["all_reduce"]:
         panels.append(_all_reduce_panel)
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.5), dpi=110, squeeze=False)
+    figure = Figure(figsize=(5.5 * len(panels), 4.5), dpi=110, layout="tight")
+    axes = figure.subplots(1, len(panels), squeeze=False)
     for draw, where in zip(panels, axes[0], strict=True):
         draw(report, where)
     ranks = f"{report['ranks']} rank{'s' if report['ranks'] > 1 else ''}"
