@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drumline.cli.app import run_command
-from drumline.cli.usage import with_values
+from drumline.cli.usage import normalized
 from drumline.errors import EXIT_USAGE
 
 
@@ -58,4 +58,4 @@ def test_an_unknown_preset_is_a_wrong_command_line(capsys: pytest.CaptureFixture
     ],
 )
 def test_booleans_may_have_a_value(given: str, read: str) -> None:
-    assert " ".join(with_values(given.split())) == read
+    assert " ".join(normalized(given.split())) == read

@@ -66,12 +66,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run_command(argv: list[str]) -> int:
     """Run one command line and return its exit code."""
-    if argv and argv[0].startswith(("--local-rank", "--local_rank")):
-        argv = argv[1:]  # torch.distributed.launch puts it first; the environment has it too
-    if {"true", "false"} & {word.lower() for word in argv}:
-        from drumline.cli.usage import with_values
+    if any(word.lower() in ("true", "false") or word.startswith("--local") for word in argv):
+        from drumline.cli.usage import normalized
 
-        argv = with_values(argv)
+        argv = normalized(argv)
     if argv in ([], ["--help"], ["-h"]):
         from drumline.cli.overview import overview
 

@@ -40,8 +40,10 @@ _POSITIONAL = {"train": "--train_data_path", "sample": "--prompt", "evaluate": "
 """The flag that an argument without one was most likely meant for."""
 
 
-def with_values(words: Sequence[str]) -> list[str]:
+def normalized(words: Sequence[str]) -> list[str]:
     """`--compile true` as `--compile=true`, which is how a boolean flag takes its value."""
+    if words[0].startswith(("--local-rank", "--local_rank")):
+        words = words[1:]  # torch.distributed.launch puts it first; the environment has it too
     booleans = {
         field.name
         for section in get_type_hints(TrainConfig).values()
