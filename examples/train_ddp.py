@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from drumline import GPT, GPTConfig, Trainer
+from drumline import GPTConfig, GPTModel, Trainer
 
 
 class ToyRandomDataset(Dataset[dict[str, Tensor]]):
@@ -37,7 +37,7 @@ def main() -> None:
     config = GPTConfig(
         vocab_size=10000, max_position_embeddings=128, n_layers=2, n_heads=4, d_model=128, d_ff=512, dropout=0.1
     )
-    model = GPT(config)
+    model = GPTModel(config)
     dataset = ToyRandomDataset(vocab_size=config.vocab_size, seq_len=32, num_samples=1000)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     Trainer(model, dataset, optimizer, batch_size=8, run_dir=args.run_dir).fit(total_steps=50, log_every=10)

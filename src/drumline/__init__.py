@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from drumline.data import Tokenizer as Tokenizer
     from drumline.errors import DrumlineError as DrumlineError
     from drumline.model import GPT as GPT
+    from drumline.model import GPTLike as GPTLike
+    from drumline.model import GPTModel as GPTModel
     from drumline.trainer import Trainer as Trainer
     from drumline.trainer import pretrain as pretrain
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         set_aside_checkpoints,
         verify_checkpoints,
     )
+    from drumline.checkpoint.export import carried, open_single_file
     from drumline.checkpoint.newest import newest_readable, newest_valid, valid_ones
     from drumline.checkpoint.restoring import check_same_run, load, read_weights, resume
     from drumline.checkpoint.resuming import check_resume, find_snapshots, has_begun, what_to_resume

@@ -6,12 +6,14 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from drumline.checkpoint.checkpoints import Checkpoint, OtherFormatError, checkpoint_paths, open_checkpoint
 from drumline.checkpoint.export import single_file_name, write_single_file
 from drumline.checkpoint.newest import DAMAGED, SUPERSEDED
 from drumline.checkpoint.retention import Retention, leftovers, reasons, step_of, valid_loss
 from drumline.checkpoint.snapshots import Snapshots
+from drumline.config import read_settings
 from drumline.errors import CheckpointError, ConfigError
 from drumline.files import CHECKPOINT_PREFIX, RunFolder, stored_config
 
@@ -71,10 +73,19 @@ def export_checkpoint(run: Path, *, step: int | None, out: Path | None, force: b
     if file.exists() and not force:
         raise ConfigError(f"{file} already exists", fix="add --force to overwrite it, or choose another --out")
     try:
-        write_single_file(chosen, file)
+        write_single_file(chosen, file, settings=_settings(folder), tokenizer=_tokenizer(folder))
     except (OSError, RuntimeError) as error:  # torch's writer turns one into the other
         raise ConfigError(f"{file} is not writable ({error})", fix="choose another file: --out FILE") from None
     return chosen, file
+
+
+def _settings(folder: RunFolder) -> dict[str, Any] | None:
+    settings = read_settings(folder.config) if folder.config.exists() else {}
+    return {name: value for name, value in settings.items() if name != "run_dir"} or None
+
+
+def _tokenizer(folder: RunFolder) -> str | None:
+    return folder.tokenizer.read_text(encoding="utf-8") if folder.tokenizer.exists() else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ from drumline.parallel import World, waiting_for
 
 SINGLE_FILE = ".pt"
 """The suffix of exported checkpoints."""
+SINGLE_FILES = (SINGLE_FILE, ".pth")
+"""Suffixes of files that scripts save with torch.save."""
 Say = Callable[[str], None]
 
 
@@ -49,7 +51,16 @@ def resume(
 
     A rank that has the state reads it and sends it to the others, which need not see its disk.
     """
-    on_disk = world.on_all_ranks(lambda: find(resume_from, folder, say=say) if world.is_rank0 else None)
+
+    def found() -> Checkpoint | None:
+        checkpoint = find(resume_from, folder, say=say)
+        if checkpoint is None or checkpoint.tensors is None:
+            return checkpoint
+        from drumline.checkpoint.export import adopted
+
+        return adopted(checkpoint, model, optimizer, facts=facts, say=say)
+
+    on_disk = world.on_all_ranks(lambda: found() if world.is_rank0 else None)
     looks = world.place.local_rank == 0  # one rank per host
     in_memory = snapshots.newest(warn=say) if snapshots and looks and resume_from == "auto" else None
     steps = world.gather([_step(on_disk), _step(in_memory)])
@@ -88,7 +99,7 @@ def find(resume_from: str, folder: RunFolder, *, say: Say) -> Checkpoint | None:
         return newest_valid(folder.checkpoints, warn=say)
     check_named(resume_from, folder)
     path = _named(resume_from, folder)
-    if path.suffix == SINGLE_FILE:
+    if path.suffix in SINGLE_FILES:
         from drumline.checkpoint.export import open_single_file
 
         return open_single_file(path)
@@ -103,7 +114,7 @@ def find(resume_from: str, folder: RunFolder, *, say: Say) -> Checkpoint | None:
 def check_named(resume_from: str, folder: RunFolder) -> None:
     """Refuse immediately what cannot be resumed from; whether it is valid is checked when it is opened."""
     path = _named(resume_from, folder)
-    if path.suffix == SINGLE_FILE and path.is_file():
+    if path.suffix in SINGLE_FILES and path.is_file():
         return
     if not (path / MANIFEST).exists() and not checkpoint_paths(RunFolder(path).checkpoints):
         steps = ", ".join(str(step_of(p)) for p in checkpoint_paths(folder.checkpoints)) or "none"

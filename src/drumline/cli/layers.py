@@ -28,6 +28,10 @@ def file_layers(words: Sequence[str]) -> list[Dict]:
         settings = read_settings(stored)
         settings.pop("run_dir", None)  # --run_dir, if given, is the same or names a new run
         files.append((stored, settings))
+    elif str(resume_from).endswith(".pt"):
+        from drumline.checkpoint import carried
+
+        files.append((Path(str(resume_from)), carried(Path(str(resume_from))).get("settings", {})))
     # A length given in one layer replaces another length from any lower layer.
     given = {name for name in LENGTHS if flag(words, name) is not None}
     for _, settings in files:

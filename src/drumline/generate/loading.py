@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import nn
 
+from drumline.checkpoint import carried, newest_readable, open_checkpoint, open_single_file
 from drumline.checkpoint import load as load_checkpoint
-from drumline.checkpoint import newest_readable, open_checkpoint
-from drumline.config import TrainConfig
+from drumline.config import TrainConfig, from_settings
 from drumline.data import Tokenizer
 from drumline.errors import CheckpointError
 from drumline.files import RunFolder, stored_config
@@ -29,7 +29,9 @@ class LoadedRun:
 
 
 def load_run(path: Path) -> LoadedRun:
-    """The newest valid checkpoint of a run, or the checkpoint at `path`, with its model and tokenizer."""
+    """The newest valid checkpoint of a run, or the checkpoint or exported file at `path`, with model and tokenizer."""
+    if path.suffix == ".pt" and path.is_file():
+        return _load_file(path)
     folder = RunFolder.named_by(path)
     config = stored_config(folder)
     if config is None or config.data.vocab_size is None:
@@ -50,3 +52,17 @@ def load_run(path: Path) -> LoadedRun:
     model = build_model(config, vocab_size=vocab_size)
     load_checkpoint(checkpoint, model=model, optimizer=None)
     return LoadedRun(folder, config, checkpoint.step, model, tokenizer, vocab_size)
+
+
+def _load_file(path: Path) -> LoadedRun:
+    checkpoint, extras = open_single_file(path), carried(path)
+    if "settings" not in extras:
+        raise CheckpointError(
+            f"{path} does not have the settings of its model", fix="write it with `drumline checkpoint export RUN`"
+        )
+    config = from_settings(extras["settings"])
+    tokenizer = Tokenizer(extras["tokenizer"].encode(), origin=str(path)) if "tokenizer" in extras else None
+    vocab_size = tokenizer.vocab_size if tokenizer else config.data.vocab_size or 0
+    model = build_model(config, vocab_size=vocab_size)
+    load_checkpoint(checkpoint, model=model, optimizer=None)
+    return LoadedRun(RunFolder(path), config, checkpoint.step, model, tokenizer, vocab_size)

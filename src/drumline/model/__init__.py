@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         linear_cross_entropy,
         scaled_gradients,
     )
+    from drumline.model.named import GPTLike, GPTModel
     from drumline.model.plugin import check_loss, checked_plugin
     from drumline.model.positions import one_before
 

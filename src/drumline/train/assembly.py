@@ -39,14 +39,7 @@ def assembled(
         snapshots = find_snapshots(folder, world, takes=intervals.snapshot_every > 0)
         saver = open_parts.enter_context(_saving(setup, intervals, snapshots, pulse, tell))
         history = History(
-            setup,
-            intervals,
-            guard=guard,
-            saver=saver,
-            snapshots=snapshots,
-            records=records,
-            journal=journal,
-            tell=tell,
+            setup, intervals, guard=guard, saver=saver, snapshots=snapshots, records=records, journal=journal, tell=tell
         )
         pace, compare = None, None
         if world.size > 1:
