@@ -26,7 +26,8 @@ STEP = ("--batch_size", "2", "--global_batch_size", "12")
 
 @pytest.fixture
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    with two_hosts(tmp_path_factory.mktemp("hosts")) as both:
+    """Installed as Debian and Ubuntu are: each takes its own name for 127.0.1.1, where others do not find it."""
+    with two_hosts(tmp_path_factory.mktemp("hosts"), debian=True) as both:
         yield both
 
 
@@ -69,8 +70,10 @@ def by_variables(host: Host, arguments: Sequence[str], *, rank: int, cwd: Path) 
 
 
 def one_each(hosts: Hosts, disks: tuple[Path, Path], *flags: str) -> tuple[Started, ...]:
+    """Train with a rank on each host, as srun starts them."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "host-a,host-b"}
     return tuple(
-        by_variables(host, command(*flags), rank=rank, cwd=disk)
+        host.start(command(*flags), cwd=disk, env={**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"})
         for rank, (host, disk) in enumerate(zip(hosts, disks, strict=True))
     )
 

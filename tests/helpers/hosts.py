@@ -88,6 +88,7 @@ class Host:
     namespace: str
     scratch: Path
     """Where the file of names and the logs lie."""
+    names: str = "hosts"
     started: list[Started] = field(default_factory=list)
     called: list[Called] = field(default_factory=list)
     filtered: bool = False
@@ -100,7 +101,7 @@ class Host:
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(
             target=_call_here,
-            args=(theirs, self.namespace, self.scratch / "hosts", self.name, dict(env or {}), work, arguments),
+            args=(theirs, self.namespace, self.scratch / self.names, self.name, dict(env or {}), work, arguments),
         )
         process.start()
         theirs.close()
@@ -124,7 +125,7 @@ class Host:
     def start(self, command: Sequence[str], *, cwd: Path, env: Mapping[str, str] | None = None) -> Started:
         """Start a command here, with some variables beside the test's own."""
         log = self.scratch / f"{self.name}-{len(self.started)}.log"
-        names = str(self.scratch / "hosts")
+        names = str(self.scratch / self.names)
         enter = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", _ENTER, "sh", names, self.name]
         how: dict[str, Any] = {"cwd": cwd, "env": {**os.environ, **(env or {})}}
         with log.open("wb") as file:
@@ -152,12 +153,19 @@ class Host:
 
 
 @contextlib.contextmanager
-def two_hosts(scratch: Path) -> Iterator[tuple[Host, Host]]:
-    """Host a and host b, gone when the block ends."""
+def two_hosts(scratch: Path, *, debian: bool = False) -> Iterator[tuple[Host, Host]]:
+    """Host a and host b, gone when the block ends.
+
+    debian: each takes its own name for 127.0.1.1, as Debian and Ubuntu are installed
+    """
     prefix = f"drumline-{os.getpid()}-{next(_NUMBERS)}"
     hosts = [Host(name, f"10.77.0.{i}", f"{prefix}-{name}", scratch) for i, name in enumerate(_NAMES, start=1)]
     names = [("127.0.0.1", "localhost"), *((host.address, host.name) for host in hosts)]
     (scratch / "hosts").write_text("".join(f"{address} {name}\n" for address, name in names))
+    for host in hosts if debian else ():
+        host.names = f"hosts-{host.name}"
+        own = [("127.0.1.1" if name == host.name else address, name) for address, name in names]
+        (scratch / host.names).write_text("".join(f"{address} {name}\n" for address, name in own))
     with contextlib.ExitStack() as stack:
         for host in hosts:
             _ip("netns", "add", host.namespace)

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
         find_interfaces,
         free_port,
         gloo_address,
+        gloo_is_misled,
         interface_of,
+        interface_towards,
         is_free,
         is_loopback,
     )

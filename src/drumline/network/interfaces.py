@@ -130,6 +130,21 @@ def gloo_address(environ: Mapping[str, str], interfaces: Sequence[Interface]) ->
     return "127.0.0.1"
 
 
+def gloo_is_misled(environ: Mapping[str, str]) -> bool:
+    """Whether gloo, left to itself, would announce an address that only this machine can reach."""
+    if environ.get("GLOO_SOCKET_IFNAME"):
+        return False
+    address = gloo_address(environ, find_interfaces())
+    return address is None or is_loopback(address)
+
+
+def interface_towards(host: str) -> str | None:
+    """The name of the interface that leads to another host; None if none does, or the host is this machine."""
+    address = address_towards(host)
+    interface = interface_of(address, find_interfaces()) if address and not is_loopback(address) else None
+    return interface.name if interface else None
+
+
 def free_port() -> int:
     """A port that is not in use."""
     with socket.socket() as probe:

@@ -27,6 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from drumline.config import Backend
 from drumline.errors import ConfigError, DrumlineError
+from drumline.lazy import room
 from drumline.parallel.heartbeat import waiting_for, working
 from drumline.parallel.world import Place, World
 
@@ -123,6 +124,8 @@ def join_group(place: Place, device: torch.device, backend: Backend) -> Group:
     os.environ.update(MASTER_ADDR=place.master_addr, MASTER_PORT=str(place.master_port))
     if not dist.is_initialized():
         store = _rendezvous(place)
+        if name == "gloo" and place.size > 1:
+            _choose_interface(place, store)
         dist.init_process_group(name, store=store, rank=place.rank, world_size=place.size)
         atexit.register(leave_group)
     return Group(place, device, dist.distributed_c10d._get_default_store())
@@ -144,6 +147,28 @@ def _rendezvous(place: Place) -> Store:
             fix=f"start rank 0, and check address, firewall and route: nc -vz {where.replace(':', ' ')}",
         ) from None
     return store  # type: ignore[no-any-return]
+
+
+def _choose_interface(place: Place, store: Store) -> None:
+    """Let gloo use the interface that leads to the other hosts.
+
+    Left to itself, it announces what this host's name resolves to. On Debian and Ubuntu that is 127.0.1.1, where no
+    other host finds this one.
+    """
+    network = room("network")
+    here = network.address_towards(place.master_addr)
+    store.set(f"drumline/address/{place.rank}", here or "")
+    if not network.gloo_is_misled(os.environ):
+        return
+    interface = network.interface_towards(place.master_addr)
+    if interface is None:  # rank 0 is on this host: the others know how they got here
+        keys = [f"drumline/address/{rank}" for rank in range(place.size)]
+        with waiting_for("the other ranks"):
+            store.wait(keys, _PATIENCE)
+        reached = [store.get(key).decode() for key in keys]
+        interface = next(filter(None, (network.interface_towards(address) for address in reached if address)), None)
+    if interface is not None:  # else all ranks are on this host
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
 
 
 def _wait_for_rank_0(place: Place) -> None:
