@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def test_every_command_has_a_page_of_its_own(name: str, capsys: pytest.CaptureFi
 )
 def test_dashes_and_underscores_are_alike(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["train", "--dry_run", "--batch_size", "2", *flags]) == 0
-    assert "2 sequences x 3 micro-batches" in capsys.readouterr().out
+    assert "2 sequences x 3 micro-batches" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -121,11 +122,22 @@ def test_dry_run_shows_what_would_happen_and_starts_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_command(["train", "--dry_run", "--preset", "gpt2", "--gradient_accumulation_steps", "4"]) == 0
-    shown = capsys.readouterr().out
+    said = capsys.readouterr()
+    shown = said.err
+    assert tomllib.loads(said.out)["batch"]["gradient_accumulation_steps"] == 4
     assert "parameters       124,475,904" in shown  # GPT-2's, with the vocabulary rounded up to 50,304
     assert "8 sequences x 4 micro-batches x 1024 = 32,768 tokens" in shown
     assert re.search(r"memory +about \d+\.\d\d GB", shown) and "1 epochs; the number of steps is known once" in shown
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_dry_run_prints_is_a_config_that_works(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--dry_run") == 0
+    Path("x.toml").write_text(capsys.readouterr().out)
+    assert run_command(["train", "--config", "x.toml"]) == 0
+    assert train("--run_dir", "flags") == 0
+    weights = [RunFolder(Path(run)).read_status()["weights_sha256"] for run in ("runs/modern-tiny", "flags")]
+    assert weights[0] == weights[1]
 
 
 @pytest.mark.parametrize(

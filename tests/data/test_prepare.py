@@ -16,10 +16,9 @@ from drumline.config import DataConfig, TrainConfig
 from drumline.data import preparing as prepare_module
 from drumline.data.corpus import Corpus
 from drumline.data.opening import document_names, open_tokens
-from drumline.data.preparing import Prepared, Progress, Recipe, prepare
+from drumline.data.preparing import Data, Prepared, Progress, Recipe, open_data, prepare
 from drumline.data.sources import documents
 from drumline.data.tokenizer import END_OF_TEXT, Tokenizer
-from drumline.data.training_data import Data, open_data
 from drumline.errors import DataError
 
 

@@ -22,8 +22,8 @@ _ROWS_AT_ONCE = 8192
 """Upper limit for rows of logits."""
 
 
-def describe(config: TrainConfig) -> str:
-    """The output of `drumline train --dry_run`."""
+def describe(config: TrainConfig) -> tuple[str, str]:
+    """The output of `drumline train --dry_run`: the config as TOML, and what else is known."""
     config = with_preset(config)
     device = pick_device(config.run.device)
     dtype = pick_dtype(config.run.dtype, device)
@@ -43,9 +43,8 @@ def describe(config: TrainConfig) -> str:
     memory = estimate(config, tokens=tokens_at_once, vocab_size=vocab_size, device=device, dtype=dtype)
     state, activations = memory.state_bytes, memory.activation_bytes
     total = f"{model.context} = {plan.sequences * model.context:,} tokens"
-    return "\n".join(
+    return to_toml(config), "\n".join(
         [
-            to_toml(config),
             f"run folder       {choose_folder(config).path} (nothing was written)",
             f"parameters       {memory.parameters:,}",
             f"memory           about {(state + activations) / 1e9:.2f} GB on {device.type} "

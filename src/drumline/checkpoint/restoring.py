@@ -149,11 +149,11 @@ def check_same_run(folder: RunFolder, facts: dict[str, Any], allow_change: Seque
 
 
 def _check_same_run(checkpoint: Checkpoint, facts: dict[str, Any], allow_change: Sequence[str]) -> None:
-    changed = [
-        f"{name} {checkpoint.state.facts.get(name)} -> {value}"
-        for name, value in facts.items()
-        if checkpoint.state.facts.get(name) != value and name not in allow_change
-    ]
+    was = checkpoint.state.facts
+    names = [name for name, value in facts.items() if was.get(name) != value and name not in allow_change]
+    changed = [f"{name} {was.get(name)} -> {facts[name]}" for name in names if name != "train_data"]
+    if "train_data" in names:  # two hashes would say no more
+        changed.insert(0, "the training data are not those that it began with")
     if changed:
         raise CheckpointError(
             f"{checkpoint.path} is from a run with different settings ({'; '.join(changed)})",

@@ -117,8 +117,7 @@ def parser() -> App:
 
 def _names_files(words: Sequence[str]) -> bool:
     """Whether settings may come from files: --config, or an existing run."""
-    given = flag(words, "config") or flag(words, "resume_from")
-    return bool(given) or os.path.exists(flag(words, "run_dir") or "")
+    return bool(flag(words, "config") or flag(words, "resume_from")) or os.path.exists(flag(words, "run_dir") or "")
 
 
 def _report(error: DrumlineError, code: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 from cyclopts.config import Dict
 
 from drumline.config import LENGTHS, flag, read_settings
-from drumline.files import RunFolder
+from drumline.files import RunFolder, stored_settings
 
 
 def file_layers(words: Sequence[str]) -> list[Dict]:
@@ -17,7 +17,7 @@ def file_layers(words: Sequence[str]) -> list[Dict]:
     files: list[tuple[Path, dict[str, Any]]] = []
     config = flag(words, "config")
     if config:
-        files.append((Path(config), read_settings(Path(config))))
+        files.append((Path(config), _settings(Path(config))))
     run_dir = flag(words, "run_dir") or (files[0][1].get("run_dir") if files else None)
     resume_from = flag(words, "resume_from")
     stored = RunFolder(Path(run_dir)).config if run_dir else None
@@ -25,7 +25,7 @@ def file_layers(words: Sequence[str]) -> list[Dict]:
         # A new run that starts from another one's checkpoint: RUN, or RUN/checkpoints/step-N.
         stored = RunFolder.named_by(Path(str(resume_from))).config
     if stored is not None and stored.exists():
-        settings = read_settings(stored)
+        settings = stored_settings(RunFolder(stored.parent))
         settings.pop("run_dir", None)  # --run_dir, if given, is the same or names a new run
         files.append((stored, settings))
     elif str(resume_from).endswith(".pt"):
@@ -40,3 +40,13 @@ def file_layers(words: Sequence[str]) -> list[Dict]:
             del settings[name]
         given |= lengths
     return [Dict(settings, source=str(path), use_commands_as_keys=False) for path, settings in files]
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    """Of a file given with --config. That of a run is for a new run: it does not say which folder that takes."""
+    run = RunFolder(path.parent)
+    if path.name != run.config.name or not run.data.exists():
+        return read_settings(path)
+    settings = stored_settings(run)
+    settings.pop("run_dir", None)
+    return settings

@@ -62,14 +62,15 @@ def run_training(
     config
         TOML file with settings. Flags take precedence.
     dry_run
-        Print the resolved config, parameter count, memory estimate, tokens and steps, without training.
+        Print the resolved config; on stderr, parameter count, memory estimate, tokens and steps. Does not train.
     """
     settings = TrainConfig(model=model, data=data, batch=batch, optim=optim, run=run, ranks=ranks, records=records)
     preset(model.preset)  # a wrong name is told before torch is imported
     if dry_run:
         from drumline.bench import describe
 
-        print(describe(settings))
+        for text, stream in zip(describe(settings), (sys.stdout, sys.stderr), strict=True):
+            print(text, file=stream)
         return 0
     # Must be set before torch is imported. torch's warnings about stores say less than drumline's own messages.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -2,7 +2,7 @@
 
 text -> documents: `sources` (kinds of sources), `text_files` (plain text); `other_sources`, `structured_files`
 documents -> train and valid: `corpus`. Documents -> a folder of tokens: `tokenizer`, `preparing`, `tokens`
-folder -> batches: `opening` (checks what is on disk), `training_data` (for a run), `batches` (for a step)
+folder -> batches: `opening` (checks what is on disk), `of_run` (of a run that is used again), `batches` (for a step)
 """
 
 from typing import TYPE_CHECKING
@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from drumline.data.corpus import Corpus
     from drumline.data.opening import open_tokens, read_manifest
     from drumline.data.other_sources import data_note
-    from drumline.data.preparing import Prepared, Progress, ProgressCallback, Recipe, prepare
+    from drumline.data.preparing import Data, Prepared, Progress, ProgressCallback, Recipe, open_data, prepare
     from drumline.data.tokenizer import Tokenizer
     from drumline.data.tokens import MANIFEST, TOKENIZER, FileRecord, TokenFile, is_tokens
-    from drumline.data.training_data import Data, open_data
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -10,15 +10,18 @@ import itertools
 import json
 import os
 import re
+import shutil
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 
 from drumline.config import DataConfig, DataDtype
-from drumline.data.preparing import Prepared
+from drumline.data.preparing import Data, Prepared
 from drumline.data.text_files import Skipped
 from drumline.data.tokenizer import Tokenizer
 from drumline.data.tokens import (
@@ -33,7 +36,6 @@ from drumline.data.tokens import (
     map_split,
     split_files,
 )
-from drumline.data.training_data import Data
 from drumline.errors import DataError
 from drumline.files import file_sha256, replace_text
 
@@ -346,6 +348,14 @@ def _check_vocabulary(path: Path, tokens: npt.NDArray[Any], *, vocab_size: int) 
                 fix="use the vocabulary that the file was made with (--vocab_size), its dtype (--data_dtype; read as "
                 f"{tokens.dtype.name}), or create the tokens again",
             )
+
+
+def remove_leftovers(paths: Sequence[Path], prefix: str) -> None:
+    """Remove temporary folders, PREFIX and a process id, of processes of this host that were killed."""
+    for path in paths:
+        pid = path.name.removeprefix(prefix)
+        if pid.isdecimal() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
+            shutil.rmtree(path)
 
 
 def document_names(file: TokenFile, start: int, stop: int) -> list[str]:

@@ -93,6 +93,14 @@ def data_note(data: DataConfig, skipped: Skipped | None = None) -> str:
     return note
 
 
+def newest_file(source: str) -> tuple[Path, float]:
+    """The file of a source that was modified last, and when, in seconds since 1970."""
+    files = other_source(source)
+    assert isinstance(files, Files)
+    path = max(files.list_files(), key=lambda path: size_and_time(path)[1])
+    return path, size_and_time(path)[1] / 1e9
+
+
 def _is_text_file(path: Path) -> bool:
     """Whether a file in a folder counts as text, by its name."""
     kind, _ = file_kind(path)

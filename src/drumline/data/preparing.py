@@ -1,4 +1,6 @@
-"""Tokenize text into a folder of tokens, atomically, fast, and in bounded memory.
+"""The data of a run: token files as they are, or text that is tokenized first.
+
+Text becomes a folder of tokens, atomically, fast, and in bounded memory.
 
 The main thread reads and writes while a few threads encode. The amount of text being encoded is bounded, so memory does
 not grow with the input. Everything is written to a temporary folder, which is renamed at the end.
@@ -21,18 +23,20 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
-
-import psutil
+from typing import TYPE_CHECKING, Literal
 
 from drumline import __version__
+from drumline.config import DataConfig, TrainConfig
 from drumline.data.corpus import Corpus, Labelled, utf8_bytes
 from drumline.data.sources import source_key
 from drumline.data.text_files import Skipped
 from drumline.data.tokenizer import Tokenizer
-from drumline.data.tokens import FORMAT_VERSION, TOKENIZER, Manifest, SplitRecord, TokenWriter, flushed
-from drumline.errors import DataError
-from drumline.files import flush
+from drumline.data.tokens import FORMAT_VERSION, TOKENIZER, Manifest, TokenWriter, flushed, is_tokens, map_split
+from drumline.errors import ConfigError, DataError
+from drumline.files import RunFolder, flush
+
+if TYPE_CHECKING:
+    from drumline.data.tokens import SplitRecord, TokenFile
 
 SAMPLE_BYTES = 32_000_000
 """Amount of text that the tokenizer is trained on."""
@@ -102,6 +106,54 @@ class Prepared:
     """Whether it existed already."""
 
 
+@dataclass(frozen=True)
+class Data:
+    """Training and validation data of a run."""
+
+    train: TokenFile
+    valid: TokenFile | None
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    skipped: Skipped
+    """What could not be read, with --on_error skip."""
+    note: str = ""
+    """What else users should know."""
+
+    def origin(self) -> str:
+        """What data.json says: where the data are, and which, so that a run can be used from anywhere."""
+        train = {"train": str(self.train.path.absolute()), "sha256": self.train.sha256, "tokens": len(self.train)}
+        return json.dumps({"cwd": os.getcwd(), **train, "text_bytes": self.train.text_bytes}, indent=2) + "\n"
+
+
+def open_data(config: TrainConfig, *, run: RunFolder | None = None, progress: ProgressCallback | None = None) -> Data:
+    """Token files as they are; text is tokenized first, unless it was already. run: the run that is resumed or used"""
+    if run is not None and run.data.exists():
+        from drumline.data.of_run import reopened
+
+        return reopened(config, run, progress=progress)
+    prepared = None if is_tokens(config.data.train_data_path) else _prepared(config.data, progress)
+    if prepared is None or prepared.reused:
+        from drumline.data.opening import open_token_data
+
+        return open_token_data(config.data, prepared)
+    # Written and hashed by this process: there is nothing to check.
+    splits = {name: map_split(prepared.path, prepared.manifest, name) for name in prepared.manifest.splits}
+    tokenizer = Tokenizer.load(prepared.path / TOKENIZER)
+    return Data(splits["train"], splits.get("valid"), tokenizer, tokenizer.vocab_size, prepared.skipped)
+
+
+def _prepared(data: DataConfig, progress: ProgressCallback | None) -> Prepared:
+    """The tokens of the text, in a folder of `data_dir` named after everything that determines them."""
+    if data.valid_data_path is not None and is_tokens(data.valid_data_path):
+        raise ConfigError(
+            f"train_data_path {data.train_data_path} is text, but valid_data_path {data.valid_data_path} is tokens",
+            fix="use text for both, or tokens made by one `drumline prepare` for both",
+        )
+    corpus = Corpus(data.train_data_path, data.field, data.on_error, data.valid_data_path, data.valid_fraction)
+    recipe = Recipe(corpus, Tokenizer.load(data.tokenizer) if data.tokenizer else None, data.vocab_size or 0)
+    return prepare(recipe, Path(data.data_dir, recipe.folder_name), progress=progress)
+
+
 def prepare(recipe: Recipe, out: str | Path, *, progress: ProgressCallback | None = None) -> Prepared:
     """Write the tokens to the folder `out`, unless they are there already."""
     started = time.perf_counter()
@@ -135,7 +187,10 @@ def _make(recipe: Recipe, out: Path, progress: ProgressCallback, skipped: Skippe
     # The host is part of the name because process ids are not unique among hosts or containers that share a disk.
     host = re.sub(r"\W", "_", socket.gethostname())
     prefix = f"{out.name}.partial-{host}-"
-    _remove_leftovers(out.parent, prefix)
+    if leftovers := list(out.parent.glob(f"{glob.escape(prefix)}*")):
+        from drumline.data.opening import remove_leftovers
+
+        remove_leftovers(leftovers, prefix)
     partial = out.with_name(f"{prefix}{os.getpid()}")
     made = [path for path in out.parents if not path.exists()]
     partial.mkdir(parents=True)
@@ -158,14 +213,6 @@ def _make(recipe: Recipe, out: Path, progress: ProgressCallback, skipped: Skippe
             with suppress(OSError):  # not empty, unless there is no result
                 path.rmdir()
     return manifest
-
-
-def _remove_leftovers(folder: Path, prefix: str) -> None:
-    """Remove temporary folders of killed processes on this host."""
-    for path in folder.glob(f"{glob.escape(prefix)}*"):
-        pid = path.name.removeprefix(prefix)
-        if pid.isdecimal() and (int(pid) == os.getpid() or not psutil.pid_exists(int(pid))):
-            shutil.rmtree(path)
 
 
 def _fill(folder: Path, recipe: Recipe, progress: ProgressCallback, skipped: Skipped) -> Manifest:

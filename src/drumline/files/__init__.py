@@ -14,7 +14,15 @@ if TYPE_CHECKING:
     from drumline.files.events import EVENTS, publish
     from drumline.files.journal import Journal
     from drumline.files.run_folder import CHECKPOINT_PREFIX, RunFolder, choose_folder
-    from drumline.files.runs import is_unfinished, numbered_folder, run_folders, run_state, stored_config
+    from drumline.files.runs import (
+        is_unfinished,
+        numbered_folder,
+        origin,
+        run_folders,
+        run_state,
+        stored_config,
+        stored_settings,
+    )
     from drumline.files.streams import forget_stdout, open_closed_streams
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

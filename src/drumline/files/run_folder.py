@@ -29,6 +29,8 @@ class RunFolder:
         self.path = path
         self.config = path / "config.toml"
         self.tokenizer = path / "tokenizer.json"
+        self.data = path / "data.json"
+        """Where the data are, and which: to find them again from another folder or on another machine."""
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
         self.log = path / "train.log"

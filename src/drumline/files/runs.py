@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 import re
 import socket
+import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -54,7 +58,32 @@ def _same(folder: RunFolder, config: TrainConfig) -> bool:
 
 
 def stored_config(folder: RunFolder) -> TrainConfig | None:
-    return from_settings(read_settings(folder.config)) if folder.config.exists() else None
+    return from_settings(stored_settings(folder)) if folder.config.exists() else None
+
+
+def stored_settings(folder: RunFolder) -> dict[str, Any]:
+    """The settings in a run's config.toml; its relative paths are of the folder where the run was started."""
+    settings = read_settings(folder.config)
+    cwd = origin(folder).get("cwd")
+    if isinstance(cwd, str) and cwd != os.getcwd() and os.path.isdir(cwd):
+        for name in ("train_data_path", "valid_data_path", "tokenizer", "data_dir"):
+            path = os.path.join(cwd, str(settings.get(name)))
+            if name in settings and (
+                os.path.exists(path) or (glob.has_magic(path) and glob.glob(path, recursive=True))
+            ):
+                settings[name] = path
+        if cwd not in sys.path:  # models, sources and loggers of the user's own
+            sys.path.append(cwd)
+    return settings
+
+
+def origin(folder: RunFolder) -> dict[str, Any]:
+    """data.json; {} if there is none, as in runs of earlier versions."""
+    try:
+        found = json.loads(folder.data.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def run_state(folder: RunFolder) -> str:

@@ -17,7 +17,8 @@ Contents = dict[str, bytes | int | None]
 
 def contents(folder: RunFolder) -> Contents:
     """What `undo` needs to know about a folder that exists."""
-    replaced = (folder.config, folder.trainer, folder.tokenizer, folder.identity, folder.resumed, folder.lock)
+    hidden = (folder.identity, folder.resumed, folder.lock)
+    replaced = (folder.config, folder.trainer, folder.tokenizer, folder.data, *hidden)
     there: Contents = {}
     for path in folder.path.iterdir():
         there[path.name] = None
@@ -34,7 +35,7 @@ def undo(folder: RunFolder, before: Contents, missing: Sequence[Path]) -> None:
 
     missing: the folder, and those that it is in, if they had to be made; the innermost first
     """
-    of_runs = (folder.config, folder.tokenizer, folder.log, folder.metrics, folder.events, folder.status)
+    of_runs = (folder.config, folder.tokenizer, folder.data, folder.log, folder.metrics, folder.events, folder.status)
     for path in (
         *of_runs,
         folder.trainer,

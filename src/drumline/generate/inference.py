@@ -14,7 +14,7 @@ from drumline.generate.sample import SampleConfig, can_write
 from drumline.generate.streaming import sample_text
 from drumline.model import token_objective
 from drumline.parallel import Place, World, pick_device, pick_dtype
-from drumline.report import progress_of
+from drumline.report import preparing, progress_of, to_stderr
 from drumline.train import Evaluation, Precision, evaluate
 
 
@@ -27,7 +27,10 @@ def evaluate_run(
     if data is not None:
         tokens = open_tokens(data, split=split, vocab_size=run.vocab_size, dtype=run.config.data.data_dtype)
     else:
-        own = open_data(run.config)
+        with preparing() as progress:
+            own = open_data(run.config, run=run.folder, progress=progress)
+        if own.note:
+            to_stderr(own.note.removeprefix("; "))
         chosen = own.valid if split == "valid" else own.train
         if chosen is None:
             raise ConfigError(

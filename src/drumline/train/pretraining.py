@@ -57,7 +57,7 @@ def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | No
     world.on_rank0(lambda: check_resume(config.run.resume_from, folder))
     stored = _stored(folder, world)
     config = world.on_all_ranks(lambda: _settled(config, folder, stored, world))
-    data = _open_data(config, world, progress)
+    data = _open_data(config, folder, world, progress)
     with ExitStack() as open_parts:
         world.on_rank0(lambda: open_parts.enter_context(folder.hold()))
         own_pulse().tell_run_dir(folder.path)
@@ -66,18 +66,19 @@ def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | No
         open_parts.callback(records.close)
         setup = _setup(config, folder, data, world, records, total_steps=total_steps)
         intervals = _intervals(config, total_steps=total_steps)
-        records.say("\n".join([*introduction(config, data, setup, total_steps=total_steps), *_advice()]))
+        advice = room("elastic").under_torchrun() if "TORCHELASTIC_RUN_ID" in os.environ else []
+        records.say("\n".join([*introduction(config, data, setup, total_steps=total_steps), *advice]))
         with assembled(setup, intervals, records, evaluate=_evaluator(config, data, setup)) as loop:
             result = loop.run()
         return conclude(config, data, setup, records, result) if world.is_rank0 else result
 
 
-def _open_data(config: TrainConfig, world: World, progress: ProgressCallback | None) -> Data:
+def _open_data(config: TrainConfig, folder: RunFolder, world: World, progress: ProgressCallback | None) -> Data:
     if world.size == 1:
-        return open_data(config, progress=progress)
+        return open_data(config, run=folder, progress=progress)
     from drumline.train.ranks import open_in_turn
 
-    return open_in_turn(config, world, progress)
+    return open_in_turn(config, folder, world, progress)
 
 
 def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
@@ -100,9 +101,10 @@ def _stored(folder: RunFolder, world: World) -> TrainConfig | None:
     """The config that the run was started with, as rank 0 finds it: other hosts may not see the folder."""
     if not world.on_rank0(folder.config.exists):
         return None
-    from drumline.config import from_settings, read_settings
+    from drumline.config import from_settings
+    from drumline.files import stored_settings
 
-    return from_settings(world.on_rank0(lambda: read_settings(folder.config)))
+    return from_settings(world.on_rank0(lambda: stored_settings(folder)))
 
 
 def _settled(config: TrainConfig, folder: RunFolder, stored: TrainConfig | None, world: World) -> TrainConfig:
@@ -142,7 +144,6 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
     """Rank 0 writes the run's files and prints; the other ranks are silent."""
     if not world.is_rank0:
         return Records([], log=None, silent=True)
-    folder.path.mkdir(parents=True, exist_ok=True)
     sinks: list[Sink] = [JsonlSink(folder.metrics)]
     if config.records.tensorboard or config.records.use_wandb or config.records.sink:
         from drumline.report import open_trackers
@@ -154,12 +155,13 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
 
         records.formats = with_epochs(config.batch.epochs)
     stored = to_toml(replace(config, run=replace(config.run, resume_from="auto", allow_change=())))
-    if not folder.config.exists():  # a run that could not even start is not worth resuming
-        if data.tokenizer is not None:
-            data.tokenizer.save(folder.tokenizer)
-        replace_text(folder.config, stored)
-    elif folder.config.read_text(encoding="utf-8") != stored:
-        records.attempt(str(folder.config), lambda: replace_text(folder.config, stored))
+    if not folder.config.exists() and data.tokenizer is not None:  # a new run
+        data.tokenizer.save(folder.tokenizer)
+    for path, text in ((folder.data, data.origin()), (folder.config, stored)):
+        if not path.exists():  # a run that could not even start is not worth resuming
+            replace_text(path, text)
+        elif path == folder.config and path.read_text(encoding="utf-8") != text:
+            records.attempt(str(path), lambda: replace_text(folder.config, stored))
     return records
 
 
@@ -245,10 +247,6 @@ def _step(config: TrainConfig, model: nn.Module, batches: TokenBatches, world: W
         backward = room("kernels").with_graphs(backward, model, strategy)
     optimizer = make_optimizer(model, config.optim)
     return Step(model, optimizer, strategy, backward, precision, config.optim.grad_clip or 0.0)
-
-
-def _advice() -> list[str]:
-    return room("elastic").under_torchrun() if "TORCHELASTIC_RUN_ID" in os.environ else []
 
 
 def _intervals(config: TrainConfig, *, total_steps: int) -> Intervals:

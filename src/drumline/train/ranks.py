@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from drumline.checkpoint import weights_sha256
 from drumline.config import TrainConfig
 from drumline.data import Data, ProgressCallback, open_data
+from drumline.files import RunFolder
 from drumline.parallel import Pace, Pulse, World, compare, settings, versions
 from drumline.train.history import History
 from drumline.train.setup import Setup
@@ -18,12 +20,13 @@ from drumline.train.trouble import compare_replicas
 Tell = Callable[[str, dict[str, Any]], None]
 
 
-def open_in_turn(config: TrainConfig, world: World, progress: ProgressCallback | None) -> Data:
+def open_in_turn(config: TrainConfig, folder: RunFolder, world: World, progress: ProgressCallback | None) -> Data:
     """Rank 0 tokenizes the text, then one rank of each other host, which may have its own disk; then all read it."""
     own = world.place.local_rank == 0
-    first = world.on_all_ranks(lambda: open_data(config, progress=progress) if world.is_rank0 else None)
-    second = world.on_all_ranks(lambda: open_data(config) if own and not world.is_rank0 else None)
-    return world.on_all_ranks(lambda: first or second or open_data(config))
+    open_own = partial(open_data, config, run=folder)
+    first = world.on_all_ranks(lambda: open_own(progress=progress) if world.is_rank0 else None)
+    second = world.on_all_ranks(lambda: open_own() if own and not world.is_rank0 else None)
+    return world.on_all_ranks(lambda: first or second or open_own())
 
 
 def agree(world: World, config: TrainConfig, data: Data, model: nn.Module, *, facts: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: 
     batches, plan, precision = setup.batches, setup.batches.plan, setup.step.precision
     parameters = sum(p.numel() for p in setup.step.model.parameters())
     held_out = f"{count(len(data.valid))} tokens for validation" if data.valid is not None else "no validation data"
-    optim, note, short = config.optim, "", ""
+    optim, note, short = config.optim, data.note, ""
     lr = f"{optim.lr:g} at its peak by adamw"
     if (optim.optimizer, optim.scale_lr, optim.embedding_lr, optim.head_lr) != ("adamw", "none", None, None):
         from drumline.optim import lr_formula
@@ -29,7 +29,7 @@ def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: 
     if config.data.train_data_path != "builtin":
         from drumline.data import data_note
 
-        note = data_note(config.data, data.skipped)
+        note += data_note(config.data, data.skipped)
     if isinstance(batches, TokenBatches) and batches.short_steps:
         short = f"; the first {batches.short_steps:,} with a context of {batches.context_of(0)}"
     return [

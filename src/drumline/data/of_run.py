@@ -1,0 +1,104 @@
+"""The data of a run that exists, found again: from another folder, on another machine, or after its text has changed.
+
+The tokens that a run began with are what it goes on with. They are looked for where they were, and by their hash in
+folders nearby; only if they are gone is the text tokenized again, and then it must give the same tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from drumline.config import DataConfig, TrainConfig
+from drumline.data.opening import open_token_data, read_manifest
+from drumline.data.other_sources import newest_file
+from drumline.data.preparing import Data, Prepared, ProgressCallback, open_data
+from drumline.data.sources import source_key
+from drumline.data.text_files import Skipped
+from drumline.data.tokens import MANIFEST, Manifest, is_tokens
+from drumline.errors import DataError
+from drumline.files import RunFolder, origin, stored_config
+from drumline.units import count
+
+
+def reopened(config: TrainConfig, folder: RunFolder, *, progress: ProgressCallback | None) -> Data:
+    """The data of a run that has a data.json."""
+    began, data = origin(folder), config.data
+    stored = stored_config(folder)
+    changed = stored is None or replace(stored.data, data_dir="") != replace(data, data_dir="")
+    if changed or is_tokens(data.train_data_path) or not began.get("sha256"):
+        return open_data(config, progress=progress)
+    for path, manifest in _candidates(began, data, folder):
+        opened = open_token_data(data, Prepared(path, manifest, 0.0, Skipped(), reused=True))
+        return replace(opened, note=_note(path, manifest, data, began))
+    return _again(config, folder, began, progress=progress)
+
+
+def _candidates(began: dict[str, Any], data: DataConfig, folder: RunFolder) -> Iterator[tuple[Path, Manifest]]:
+    """Prepared folders with the tokens that the run began with."""
+    was = Path(str(began.get("train"))).parent
+    parents = [was.parent, Path(data.data_dir), *(up / "data" for up in folder.path.absolute().parents[:2])]
+    nearby = (path.parent for parent in parents for path in sorted(parent.glob(f"*/{MANIFEST}")))
+    for path in (was, *nearby):
+        with suppress(DataError, OSError):
+            manifest = read_manifest(path)
+            if manifest.files["train.bin"].sha256 == began["sha256"]:
+                yield path, manifest
+
+
+def _note(path: Path, manifest: Manifest, data: DataConfig, began: dict[str, Any]) -> str:
+    """Whether the tokens were found elsewhere, or the text is not any more what they were made from."""
+    moved = "" if path == Path(str(began.get("train"))).parent else f"; tokens found in {path}"
+    if data.train_data_path == "builtin":
+        return moved
+    with suppress(DataError, OSError):  # without its text, a run can go on as well
+        if change := what_changed(data.train_data_path, manifest.source_key):
+            return f"{moved}; {change}: the run goes on with its tokens in {path}"
+    return moved
+
+
+def what_changed(source: str, before: str) -> str:
+    """How a text differs from what it was, by its key; "" if it does not."""
+    now = source_key(source)
+    if now == before:
+        return ""
+    (was, were), (here, are) = _files_and_bytes(before), _files_and_bytes(now)
+    if None in (was, here) or (before.partition(":")[0] != now.partition(":")[0]):
+        return ""  # not files, or files elsewhere, which have other times
+    sizes = f"{was} files of {count(were)}B then, {here} files of {count(are)}B now"
+    path, modified = newest_file(source)
+    newest = f"{path} is of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(modified))}"
+    same = (was, were) == (here, are)
+    return f"{source} has changed since the run began ({'the same size, but ' if same else sizes + '; '}{newest})"
+
+
+def _files_and_bytes(key: str) -> tuple[int | None, int]:
+    found = re.search(r": (\d+) files, (\d+) bytes", key)
+    return (int(found[1]), int(found[2])) if found else (None, 0)
+
+
+def _again(config: TrainConfig, folder: RunFolder, began: dict[str, Any], *, progress: ProgressCallback | None) -> Data:
+    """Tokenize the text again, which must give the same tokens."""
+    was, data = Path(str(began.get("train"))).parent, config.data
+    try:
+        source_key(data.train_data_path)
+    except DataError:
+        raise DataError(
+            f"neither the tokens of {folder.path} ({was}) nor its text ({data.train_data_path}) are here",
+            fix=f"copy the folder of tokens into a folder and add --data_dir to it, or copy the text and say "
+            f"where: --train_data_path; the tokens have sha256 {str(began['sha256'])[:12]}",
+        ) from None
+    made = open_data(config, progress=progress)
+    if made.train.sha256 != began["sha256"]:
+        sizes = " -> ".join(f"{count(size or 0)}B" for size in (began.get("text_bytes"), made.train.text_bytes))
+        raise DataError(
+            f"the text of {folder.path}, {data.train_data_path}, has changed since the run began: {sizes} of training "
+            f"text, {began.get('tokens'):,} -> {len(made.train):,} tokens; the old tokens ({was}) are gone",
+            fix="bring back the old text or the tokens, or start a new run with another --run_dir",
+        )
+    return replace(made, note=f"; tokenized again, since the tokens are not in {was} any more")
