@@ -263,3 +263,34 @@ def test_the_commands_for_train_distributed_work_in_their_order_in_one_folder(tm
     assert list((named[11] / "wandb").glob("offline-run-*"))
     resumed = losses(named[8])
     assert list(resumed) == [5, 6] and resumed == pytest.approx({s: losses(named[2])[s] for s in resumed}, abs=1e-5)
+
+
+def test_the_image_classifier_learns_on_two_ranks_with_workers(tmp_path: Path) -> None:
+    flags = "--epochs 1 --batch_size 64".split()
+    said = run(tmp_path, [*TORCHRUN, *script("image_classifier.py", *flags)])
+    records = read_metrics(tmp_path / "runs/image_classifier/metrics.jsonl")
+    accuracies = [record["valid_accuracy"] for record in records if "valid_accuracy" in record]
+    assert len(accuracies) == 1 and accuracies[0] > 0.5  # of four classes
+    assert "| accuracy " in said and "best accuracy so far" in said
+
+
+def test_any_hugging_face_model_is_fine_tuned_and_saved_for_from_pretrained(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel(unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.train([str(text / "0.txt")], trainers.WordLevelTrainer(special_tokens=["?"]))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path / "model")
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("".join(path.read_text() for path in sorted(text.iterdir())))
+    flags = "model text.txt --epochs 2 --length 16 --batch_size 8 --lr 0.05".split()
+    run_here(tmp_path, script("finetune_hugging_face.py", *flags), monkeypatch)
+    curve = list(losses(tmp_path / "runs/finetune_hugging_face").values())
+    assert curve[-1] < curve[0]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "finetuned")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from drumline.model import GPT as GPT
     from drumline.model import GPTLike as GPTLike
     from drumline.model import GPTModel as GPTModel
+    from drumline.trainer import Callback as Callback
     from drumline.trainer import Trainer as Trainer
     from drumline.trainer import pretrain as pretrain
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
+    from drumline.trainer.callbacks import Callback
     from drumline.trainer.scripts import pretrain
     from drumline.trainer.trainer import Trainer
 

@@ -42,7 +42,7 @@ def show_metrics(formats: dict[str, Callable[[Any], str]], record: Record) -> No
     """Let the console show what an evaluation has computed, besides what it knows."""
     for key, value in record.items():
         if key not in formats and isinstance(value, int | float):
-            formats[key] = partial("{0} {1:.4g}".format, key.removeprefix("valid_"))
+            formats[key] = partial("{0} {1:.4f}".format, key.removeprefix("valid_"))
 
 
 def introduction(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ class Source:
     collate: Collate = default_collate
     workers: int = 0
     """Processes that read ahead; 0: this one reads."""
-    worker_options: Mapping[str, Any] | None = None
+    worker_options: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the DataLoader that has the workers."""
 
     def __post_init__(self) -> None:
@@ -56,6 +57,16 @@ class Source:
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+    def loader(self, dataset: Dataset[Any], order: Any = None) -> DataLoader[Any]:
+        """A DataLoader whose workers read whole micro-batches."""
+        options = {name: value for name, value in self.worker_options.items() if value is not None}
+        if sys.platform == "linux":
+            # Ranks that are forked from a server would start their workers from another one, which imports torch first.
+            options.setdefault("multiprocessing_context", "fork")
+        return DataLoader(
+            dataset, batch_size=None, sampler=order, num_workers=self.workers, collate_fn=_as_it_is, **options
+        )
 
     def read(self, numbers: Sequence[int]) -> Any:
         """The collated samples of these numbers."""
@@ -101,7 +112,7 @@ def _taken_apart(loader: DataLoader[Any]) -> Source:
         shuffle=sampler.shuffle if isinstance(sampler, DistributedSampler) else not in_order,
         collate=loader.collate_fn,
         workers=loader.num_workers,
-        worker_options=options if loader.num_workers else None,
+        worker_options=options if loader.num_workers else {},
     )
 
 
@@ -152,14 +163,7 @@ class DatasetBatches:
         return [position % self.items for position in range(start, start + count)]
 
     def _read_ahead(self, step: int, index: int) -> Iterator[Any]:
-        loader: DataLoader[Any] = DataLoader(
-            _Reader(self, self._seed),
-            batch_size=None,
-            sampler=_Places(self._share, step, index),
-            num_workers=self.source.workers,
-            collate_fn=_as_it_is,
-            **(self.source.worker_options or {}),
-        )
+        loader = self.source.loader(_Reader(self, self._seed), _Places(self._share, step, index))
         with blocked():  # Ctrl-C reaches every process of a terminal, but a rank that is to save still needs its data
             return iter(loader)
 

@@ -167,6 +167,11 @@ class Trainer:
         """The run folder; without run_dir, `fit` chooses it."""
         return self.setup.folder
 
+    @property
+    def rank(self) -> int:
+        """Of this process; the run is printed and saved by rank 0."""
+        return self.setup.world.rank
+
     @for_scripts
     def train(self, max_epochs: float) -> FitResult:
         """Train to the end of this epoch, saving every `save_every` epochs."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from drumline.parallel import Pulse, World, waiting_for
 from drumline.report import Record
@@ -55,10 +55,7 @@ def _batches(source: Source, numbers: Sequence[int]) -> Iterator[Any]:
     if not source.workers:
         yield from map(source.read, chunks)
         return
-    options = source.worker_options or {}
-    yield from DataLoader(
-        _Chunks(source, chunks), batch_size=None, collate_fn=_as_it_is, num_workers=source.workers, **options
-    )
+    yield from source.loader(_Chunks(source, chunks))
 
 
 class _Chunks(Dataset[Any]):
@@ -70,10 +67,6 @@ class _Chunks(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self._source.read(self._chunks[index])
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 @contextmanager
