@@ -31,7 +31,7 @@ def test_no_other_module_lists_stop_signals_or_handles_signals() -> None:
     lists = re.compile(r"SIG(TERM|INT|USR1|HUP),\s*signal\.SIG")
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text(encoding="utf-8")
-        if path != PACKAGE / "signals.py":
+        if path.parent != PACKAGE / "signals":
             assert not handles.search(text), path
             assert path.parent.name == "drill" or not lists.search(text), path
 
@@ -46,6 +46,14 @@ def test_the_loop_is_asked_once_and_the_second_signal_does_what_it_did_before(si
         signal.raise_signal(signum)
         assert outer == [signum]
     assert handlers() == before
+
+
+def test_the_first_ctrl_c_says_at_once_that_it_saves_and_how_to_force_it(capfd: pytest.CaptureFixture[str]) -> None:
+    for supervised in (True, False):  # a launcher says it for all of its ranks
+        with signals.stopping(supervised=supervised):
+            signal.raise_signal(signal.SIGINT)
+        said = capfd.readouterr().err
+        assert ("saving after this step" in said and "press Ctrl-C again" in said) != supervised
 
 
 @pytest.mark.parametrize("signum", signals.STOP_SIGNALS)

@@ -1,4 +1,9 @@
 import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -158,3 +163,16 @@ def test_a_stream_never_cuts_a_character(text: str) -> None:
 def test_a_stream_of_any_ids_gives_what_decoding_them_at_once_gives(ids: list[int]) -> None:
     stream = StreamDecoder(TOKENIZER)
     assert "".join([stream.push(token) for token in ids] + [stream.flush()]) == TOKENIZER.decode(ids)
+
+
+def test_ctrl_c_is_answered_while_a_vocabulary_is_learned() -> None:
+    draw = random.Random(0)
+
+    def texts() -> Iterator[str]:
+        for _ in range(300):
+            yield " ".join("".join(draw.choices("abcdefghijklmnop", k=9)) for _ in range(200))
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    with pytest.raises(KeyboardInterrupt):
+        Tokenizer.train(texts(), vocab_size=60_000)
+    assert "background" in {thread.name for thread in threading.enumerate()}, "it was answered only afterwards"

@@ -101,9 +101,8 @@ def test_ctrl_c_stops_all_ranks_at_a_saved_step_and_leaves_no_process(
         children = psutil.Process(process.pid).children(recursive=True)
         assert len(children) >= 3
         os.killpg(process.pid, signal.SIGINT)
-        assert process.stdout is not None
-        out = process.stdout.read()
-        process.wait(TIMEOUT_S)
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    assert "saving after this step, then stopping; press Ctrl-C again" in err
     assert process.returncode == EXIT_STOPPED
     assert "everything is saved; to resume" in out
     wait_until_gone(children)

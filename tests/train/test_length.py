@@ -71,6 +71,6 @@ def test_a_long_run_says_early_how_long_it_will_take(
 ) -> None:
     assert train("--total_steps", "7", "--run_dir", "quick") == 0
     assert "time " not in capsys.readouterr().out
-    monkeypatch.setattr("drumline.train.loop._LONG_S", 0.0)
+    monkeypatch.setattr("drumline.train.length._LONG_S", 0.0)
     assert train("--total_steps", "7", "--run_dir", "long") == 0
     assert " for 3 more steps (for a shorter run: --minutes 2)" in capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 bench: runs the benchmark (config: its settings; workload: a run's steps, timed by part; ceilings: hardware limits;
 memory: memory of a step, and the largest batch size that fits). report, plots: show the results. dry_run: prints the
-resolved config and estimates, without training.
+resolved config and estimates, without training. shortage: a run that needs more memory than there is.
 """
 
 from typing import TYPE_CHECKING
@@ -23,5 +23,6 @@ if TYPE_CHECKING:
         summary,
         table_rows,
     )
+    from drumline.bench.shortage import check_memory, explain_memory
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

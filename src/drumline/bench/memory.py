@@ -142,7 +142,7 @@ def try_out(config: TrainConfig, plan: BatchPlan, world: World) -> tuple[Workloa
     try:
         return _two_steps(config, plan, world)
     except RuntimeError as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
     free_memory(world.device)  # the exception, and the tensors it referenced, are gone by now
     return None
@@ -157,10 +157,10 @@ def _two_steps(config: TrainConfig, plan: BatchPlan, world: World) -> tuple[Work
         return workload, peak_bytes() + _bytes_of_ranks(workload)
 
 
-def _is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means out of memory, from a GPU allocator, the CPU's, or CUDA libraries."""
     said = ("can't allocate memory", "STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in said)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in said)
 
 
 def _bytes_of_ranks(workload: Workload) -> int:

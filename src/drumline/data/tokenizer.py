@@ -18,6 +18,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from drumline.errors import ConfigError, DataError
+from drumline.signals import in_background
 
 END_OF_TEXT = "<|endoftext|>"
 ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
@@ -74,7 +75,7 @@ class Tokenizer:
             initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
             show_progress=False,
         )
-        inner.train_from_iterator(texts, trainer)
+        in_background(lambda: inner.train_from_iterator(texts, trainer)).result()
         return cls(inner.to_str(pretty=True).encode(), origin="the trained tokenizer")
 
     @classmethod

@@ -20,7 +20,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from drumline.elastic.leader import Reached, RendezvousPoint
-from drumline.network import free_port, in_background, within
+from drumline.network import free_port, within
+from drumline.signals import in_background
 
 Change = Literal["", "joined", "moved on", "left", "cut off"]
 

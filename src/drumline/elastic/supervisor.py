@@ -179,6 +179,8 @@ class Supervisor:
             if (self._stops or change) and self._asked_s is None:
                 self._ranks.send(signal.SIGTERM)
                 self._asked_s = time.monotonic()
+                if self._stops:
+                    _say("saving after this step, then stopping; press Ctrl-C again to stop immediately")
 
     def _waits_in_vain(self) -> bool:
         """Whether ranks that were asked to stop are waiting for ranks that are gone, and not for a checkpoint."""

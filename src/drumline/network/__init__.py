@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.network.background import in_background, within
+    from drumline.network.background import within
     from drumline.network.endpoint import Endpoint
     from drumline.network.interfaces import (
         InfiniBandPort,

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TypeVar
 
+from drumline.signals import in_background
+
 T = TypeVar("T")
-
-
-def in_background(work: Callable[[], T]) -> Future[T]:
-    """A call in a daemon thread."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="background", daemon=True).start()
-    return future
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""The length of a run in steps, from --epochs or --minutes."""
+"""The length of a run: in steps, from --epochs or --minutes, and in time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from drumline.config import TrainConfig
 from drumline.data import Batches, mix
 from drumline.files import RunFolder
 from drumline.parallel import Pulse, World
-from drumline.report import Record
+from drumline.report import Record, Records
 from drumline.train.setup import Setup
+from drumline.units import duration
 
 Trial = tuple[Setup, Callable[[Pulse], Record] | None]
 _TRIAL_S, _WARM_UPS, _FEWEST = 4.0, 2, 3
+_LONG_S = 60.0
 _EVALUATIONS = 11
 """One per tenth of the run, and about as much again for what happens at its end."""
 
@@ -71,3 +73,10 @@ def _micro_batches(setup: Setup, step: int) -> Iterator[Any]:
     for index in setup.batches.plan.share(setup.world.rank, setup.world.size):
         torch.manual_seed(mix(setup.seed, step, index))
         yield setup.batches.micro_batch(step, index)
+
+
+def say_how_long(records: Records, steps: int, steps_per_s: float) -> None:
+    """Early in a long run, how long it will take."""
+    if steps / steps_per_s > _LONG_S:
+        how_long = duration(steps / steps_per_s)
+        records.say(f"time   about {how_long} for {steps:,} more steps (for a shorter run: --minutes 2)")

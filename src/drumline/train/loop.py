@@ -23,13 +23,12 @@ from drumline.train.guard import Guard, Verdict
 from drumline.train.history import History
 from drumline.train.setup import Intervals, Setup
 from drumline.train.step import Gradient, StepResult
-from drumline.units import duration
 
 if TYPE_CHECKING:
     from drumline.parallel import Pace
 
 
-_TIMED, _LONG_S = 4, 60.0
+_TIMED = 4
 """Number of steps after which a long run prints its estimated duration."""
 
 
@@ -83,7 +82,9 @@ class Loop:
             step += 1
             self.setup.stepped(step, result)
             if step == first + _TIMED:
-                self._say_how_long(last - step, speed.rate(step))
+                from drumline.train.length import say_how_long
+
+                say_how_long(self.records, last - step, speed.rate(step))
             if self.intervals.logs(step):
                 self.records.write(self._record(step, result, speed))
             if step == first + 1:
@@ -96,11 +97,6 @@ class Loop:
                     self._look_up(step, evaluates=evaluates, saves=saves)
             self.saver.poll()
         return self._end(step, result)
-
-    def _say_how_long(self, steps: int, steps_per_s: float) -> None:
-        if steps / steps_per_s > _LONG_S:
-            how_long = duration(steps / steps_per_s)
-            self.records.say(f"time   about {how_long} for {steps:,} more steps (for a shorter run: --minutes 2)")
 
     def _step(self, step: int) -> StepResult:
         setup, stop, save = self.setup, self.stop.is_set(), self.saver.wants_to_retry()

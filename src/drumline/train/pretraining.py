@@ -33,6 +33,9 @@ from drumline.train.setup import Intervals, Setup
 from drumline.train.step import Backward, Precision, Step
 from drumline.train.summary import conclude, introduction
 
+_LARGE = 1 << 24
+"""Units of all layers for a micro-batch, and their weights: below, a run takes no more than one or two gigabytes."""
+
 
 def pretrain(config: TrainConfig, *, progress: ProgressCallback | None = None) -> FitResult:
     """Train according to the config, in its run folder, resuming if the run exists; all ranks call this."""
@@ -40,6 +43,9 @@ def pretrain(config: TrainConfig, *, progress: ProgressCallback | None = None) -
     world = join(device=config.run.device, backend=config.ranks.backend, bitwise=config.ranks.bitwise)
     try:
         return _pretrain(config, world, progress)
+    except (RuntimeError, MemoryError) as error:
+        room("bench").explain_memory(error, config, world)
+        raise
     finally:
         leave()
 
@@ -57,6 +63,7 @@ def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | No
     world.on_rank0(lambda: check_resume(config.run.resume_from, folder))
     stored = _stored(folder, world)
     config = world.on_all_ranks(lambda: _settled(config, folder, stored, world))
+    _check_memory(config, world)
     data = _open_data(config, folder, world, progress)
     with ExitStack() as open_parts:
         world.on_rank0(lambda: open_parts.enter_context(folder.hold()))
@@ -123,6 +130,14 @@ def _settled(config: TrainConfig, folder: RunFolder, stored: TrainConfig | None,
     if stored is not None:
         refuse_changes(settled, stored, run_dir=folder.path)
     return settled
+
+
+def _check_memory(config: TrainConfig, world: World) -> None:
+    """Refuse a batch that does not fit in memory; small ones always do."""
+    model, batch_size = config.model, config.batch.batch_size
+    assert model.n_layers and model.d_model and model.context and batch_size
+    if model.n_layers * model.d_model * (batch_size * model.context + 12 * model.d_model) > _LARGE:
+        room("bench").check_memory(config, world)
 
 
 def _total_steps(config: TrainConfig, folder: RunFolder, data: Data, world: World) -> int:
