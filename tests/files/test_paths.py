@@ -8,6 +8,7 @@ import pytest
 
 import drumline
 from drumline.files.run_folder import RunFolder
+from drumline.files.runs import run_of
 
 SOURCE = Path(drumline.__file__).parent
 ELSEWHERE = {
@@ -47,5 +48,5 @@ def test_a_path_in_a_run_folder_comes_from_the_run_folder(path: Path) -> None:
 def test_a_run_or_a_checkpoint_of_it_names_the_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.checkpoint(4).mkdir(parents=True)
-    assert RunFolder.named_by(folder.path).path == RunFolder.named_by(folder.checkpoint(4)).path == folder.path
-    assert RunFolder.named_by(Path("4")).path == Path("4")
+    assert run_of(folder.path).path == run_of(folder.checkpoint(4)).path == folder.path
+    assert run_of(Path("4")).path == Path("4")

@@ -9,7 +9,7 @@ from typing import Any
 from cyclopts.config import Dict
 
 from drumline.config import LENGTHS, flag, read_settings
-from drumline.files import RunFolder, stored_settings
+from drumline.files import RunFolder, run_of, stored_settings
 
 
 def file_layers(words: Sequence[str]) -> list[Dict]:
@@ -23,7 +23,7 @@ def file_layers(words: Sequence[str]) -> list[Dict]:
     stored = RunFolder(Path(run_dir)).config if run_dir else None
     if (stored is None or not stored.exists()) and resume_from not in (None, "auto"):
         # A new run that starts from another one's checkpoint: RUN, or RUN/checkpoints/step-N.
-        stored = RunFolder.named_by(Path(str(resume_from))).config
+        stored = run_of(Path(str(resume_from))).config
     if stored is not None and stored.exists():
         settings = stored_settings(RunFolder(stored.parent))
         settings.pop("run_dir", None)  # --run_dir, if given, is the same or names a new run

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         numbered_folder,
         origin,
         run_folders,
+        run_of,
         run_state,
         stored_config,
         stored_settings,

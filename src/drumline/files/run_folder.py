@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drumline.errors import ConfigError
 from drumline.files.disk import Lock, replace_text
 
 if TYPE_CHECKING:
@@ -51,12 +50,6 @@ class RunFolder:
         self.began = False
         """Whether training has begun here; until then, an error leaves the folder as it was (`hold`)."""
 
-    @classmethod
-    def named_by(cls, path: Path) -> RunFolder:
-        """The run of a path: a run folder, or the run of a checkpoint."""
-        run = cls(path)
-        return cls(path.parent.parent) if path.parent.name == run.checkpoints.name and not run.config.exists() else run
-
     @staticmethod
     def checkpoint_name(step: int) -> str:
         return f"{CHECKPOINT_PREFIX}{step:08d}"
@@ -85,18 +78,14 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = Lock(self.lock)
         except OSError as error:
-            raise ConfigError(
-                f"{self.path} is not writable ({error})",
-                fix="free up space or fix its permissions, or choose another --run_dir",
-            ) from None
+            from drumline.files.runs import not_writable
+
+            raise not_writable(self, error) from None
         try:
             if not lock.take(wait_s=wait_s):
-                from drumline.files.runs import holder
+                from drumline.files.runs import in_use
 
-                raise ConfigError(
-                    f"{self.path} is in use: {holder(self)} is training there",
-                    fix="wait until it ends, stop it, or choose another --run_dir",
-                )
+                raise in_use(self)
             if not missing:
                 from drumline.files.undoing import contents
 

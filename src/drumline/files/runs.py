@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from drumline.config import TrainConfig, differences, from_settings, read_settings
+from drumline.errors import ConfigError
 from drumline.files.run_folder import RunFolder
 
 RUNS_DIR = Path("runs")
@@ -97,7 +98,28 @@ def run_state(folder: RunFolder) -> str:
     return "lost" if runs_here and not psutil.pid_exists(int(status.get("pid", 0))) else state
 
 
-def holder(folder: RunFolder) -> str:
+def run_of(path: Path) -> RunFolder:
+    """The run of a path: a run folder, or the run of a checkpoint."""
+    run = RunFolder(path)
+    is_checkpoint = path.parent.name == run.checkpoints.name and not run.config.exists()
+    return RunFolder(path.parent.parent) if is_checkpoint else run
+
+
+def not_writable(folder: RunFolder, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{folder.path} is not writable ({error})",
+        fix="free up space or fix its permissions, or choose another --run_dir",
+    )
+
+
+def in_use(folder: RunFolder) -> ConfigError:
+    return ConfigError(
+        f"{folder.path} is in use: {_holder(folder)} is training there",
+        fix="wait until it ends, stop it, or choose another --run_dir",
+    )
+
+
+def _holder(folder: RunFolder) -> str:
     """The process that trains in a folder."""
     try:
         process = json.loads(folder.lock.read_text(encoding="utf-8"))

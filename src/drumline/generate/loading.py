@@ -13,7 +13,7 @@ from drumline.checkpoint import load as load_checkpoint
 from drumline.config import TrainConfig, from_settings
 from drumline.data import Tokenizer
 from drumline.errors import CheckpointError
-from drumline.files import RunFolder, stored_config
+from drumline.files import RunFolder, run_of, stored_config
 from drumline.model import build_model
 from drumline.report import to_stderr
 
@@ -32,7 +32,7 @@ def load_run(path: Path) -> LoadedRun:
     """The newest valid checkpoint of a run, or the checkpoint or exported file at `path`, with model and tokenizer."""
     if path.suffix == ".pt" and path.is_file():
         return _load_file(path)
-    folder = RunFolder.named_by(path)
+    folder = run_of(path)
     config = stored_config(folder)
     if config is None or config.data.vocab_size is None:
         raise CheckpointError(
