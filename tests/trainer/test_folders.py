@@ -88,3 +88,14 @@ def test_drumline_runs_lists_a_trainers_runs(fit: Callable[..., str], capsys: py
     capsys.readouterr()
     assert run_command(["runs"]) == 0
     assert "runs/work" in capsys.readouterr().out
+
+
+def test_commands_for_gpts_say_that_a_run_is_a_trainers(
+    fit: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit(2)
+    for command in (["evaluate", "runs/work"], ["sample", "runs/work"], ["train", "--run_dir", "runs/work"]):
+        capsys.readouterr()
+        assert run_command(command) == 1
+        said = capsys.readouterr().err.splitlines()
+        assert said[0].startswith("error: runs/work was trained by a script with Trainer") and len(said) == 2

@@ -9,6 +9,7 @@ from typing import Any
 from cyclopts.config import Dict
 
 from drumline.config import LENGTHS, flag, read_settings
+from drumline.errors import ConfigError
 from drumline.files import RunFolder, run_of, stored_settings
 
 
@@ -20,6 +21,11 @@ def file_layers(words: Sequence[str]) -> list[Dict]:
         files.append((Path(config), _settings(Path(config))))
     run_dir = flag(words, "run_dir") or (files[0][1].get("run_dir") if files else None)
     resume_from = flag(words, "resume_from")
+    if run_dir and RunFolder(Path(run_dir)).trainer.exists():
+        raise ConfigError(
+            f"{run_dir} was trained by a script with Trainer",
+            fix="start that script again, or choose another --run_dir",
+        )
     stored = RunFolder(Path(run_dir)).config if run_dir else None
     if (stored is None or not stored.exists()) and resume_from not in (None, "auto"):
         # A new run that starts from another one's checkpoint: RUN, or RUN/checkpoints/step-N.

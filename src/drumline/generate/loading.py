@@ -34,6 +34,11 @@ def load_run(path: Path) -> LoadedRun:
         return _load_file(path)
     folder = run_of(path)
     config = stored_config(folder)
+    if folder.trainer.exists():
+        raise CheckpointError(
+            f"{folder.path} was trained by a script with Trainer, and only the script has its model",
+            fix="give Trainer a valid_dataset, or load the weights in a script: resume_from=" + repr(str(path)),
+        )
     if config is None or config.data.vocab_size is None:
         raise CheckpointError(
             f"{path} is neither a run nor a checkpoint of one", fix="`drumline runs` lists the runs here"

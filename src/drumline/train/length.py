@@ -75,8 +75,9 @@ def _micro_batches(setup: Setup, step: int) -> Iterator[Any]:
         yield setup.batches.micro_batch(step, index)
 
 
-def say_how_long(records: Records, steps: int, steps_per_s: float) -> None:
+def say_how_long(records: Records, folder: RunFolder, steps: int, steps_per_s: float) -> None:
     """Early in a long run, how long it will take."""
     if steps / steps_per_s > _LONG_S:
         how_long = duration(steps / steps_per_s)
-        records.say(f"time   about {how_long} for {steps:,} more steps (for a shorter run: --minutes 2)")
+        hint = " (for a shorter run: --minutes 2)" if folder.config.exists() else ""  # a script has no flags of ours
+        records.say(f"time   about {how_long} for {steps:,} more steps{hint}")

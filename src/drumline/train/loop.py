@@ -84,7 +84,7 @@ class Loop:
             if step == first + _TIMED:
                 from drumline.train.length import say_how_long
 
-                say_how_long(self.records, last - step, speed.rate(step))
+                say_how_long(self.records, self.setup.folder, last - step, speed.rate(step))
             if self.intervals.logs(step):
                 self.records.write(self._record(step, result, speed))
             if step == first + 1:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 from drumline.config import TrainConfig, did_you_mean
 from drumline.errors import DrumlineError, UsageError
-from drumline.report import report_error
+from drumline.report import flush_console, report_error
 from drumline.train import FitResult
 from drumline.train import pretrain as pretrain_here
 
@@ -36,11 +38,22 @@ def errors_in_two_lines() -> Iterator[None]:
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if isinstance(error, DrumlineError):
-                raise SystemExit(report_error(error))  # Python exits with this code
+                _exit(report_error(error))
             before(kind, error, trace)
 
         sys.excepthook = hook
         raise
+
+
+def _exit(code: int) -> NoReturn:
+    """From an excepthook, for which SystemExit sets the exit code."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun kills the ranks that are left when the first one has failed, and prints a paragraph about each: so
+        # all of them end now, and not after the time that it takes to tear down an interpreter with torch.
+        atexit._run_exitfuncs()
+        flush_console()
+        os._exit(code)
+    raise SystemExit(code)
 
 
 def made_by_scripts(kind: type[T]) -> type[T]:
