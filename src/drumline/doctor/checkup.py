@@ -18,6 +18,7 @@ from drumline.config import Device, Dtype, TrainConfig
 from drumline.doctor import gpus, machine
 from drumline.doctor.environment import BETWEEN_RANKS, Facts, check_variables
 from drumline.doctor.finding import Finding
+from drumline.doctor.load import check_load, read_load
 from drumline.files import CHECKPOINT_PREFIX, RunFolder
 from drumline.network import find_infiniband, find_interfaces, gloo_address
 
@@ -52,6 +53,7 @@ def all_findings(folder: Path, environ: Mapping[str, str], *, several_hosts: boo
             memory_bytes=psutil.virtual_memory().total,
             limit_bytes=limits[1],
         ),
+        check_load(read_load(), cores, environ),
         Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}"),
         *_torch(environ, smis, installed=len(smis) or installed),
         machine.check_compiler(compiler, machine.read_compiler(compiler), wanted=environ.get("CXX")),
@@ -120,6 +122,8 @@ def quick_findings(
         port_is_free=lambda port: True,  # the launcher picks another
     )
     findings = [machine.check_open_files(*machine.read_open_files())]
+    if read_load() > facts.cores and _on_cpu(device):
+        findings.append(check_load(read_load(), facts.cores, environ))
     if folder is not None:
         findings.append(_room(folder, needed_bytes, several_hosts=several_hosts))
     if ranks > 0:  # without GPUs, only snapshots use shared memory, and the run itself checks that they fit

@@ -20,6 +20,9 @@ from rich.progress import (
 from drumline.data import Progress as PrepareProgress
 from drumline.report.preparation import STAGES, Show, amount, is_merging, speed
 
+_MERGING = "merging pairs"
+"""The part of training a tokenizer whose progress is unknown: a bar of its own, which only moves."""
+
 
 def training_bar(total_steps: int) -> Progress:
     bar = Progress(
@@ -38,22 +41,28 @@ def training_bar(total_steps: int) -> Progress:
 def preparing_bars() -> Iterator[Show]:
     """One bar per stage; they disappear at the end, when the result is printed."""
     columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
+    bars = Progress(*columns, transient=True)
+    tasks: dict[str, TaskID] = {}
 
-        def show(progress: PrepareProgress, elapsed_s: float) -> None:
-            if progress.stage not in tasks:
-                for stage, ended in tasks.items():  # it may have finished before its estimate
-                    bars.update(ended, description=STAGES[stage], total=1, completed=1)
-                tasks[progress.stage] = bars.add_task("", total=None)
-            bars.update(
-                tasks[progress.stage],
-                description=", ".join((amount(progress), *speed(progress, elapsed_s))),
-                completed=progress.bytes_done,
-                total=None if is_merging(progress) else progress.bytes_total,
-            )
+    def show(progress: PrepareProgress, elapsed_s: float) -> None:
+        if not tasks:  # not before: tokens that exist are read without a bar
+            bars.start()
+        stage = _MERGING if is_merging(progress) else STAGES[progress.stage]
+        if stage not in tasks:
+            for before, ended in tasks.items():  # it may have finished before its estimate
+                bars.update(ended, description=before, total=1, completed=1)
+            tasks[stage] = bars.add_task("", total=None)
+        bars.update(
+            tasks[stage],
+            description=", ".join((amount(progress), *speed(progress, elapsed_s))),
+            completed=progress.bytes_done,
+            total=None if is_merging(progress) else progress.bytes_total,
+        )
 
+    try:
         yield show
+    finally:
+        bars.stop()
 
 
 @contextmanager

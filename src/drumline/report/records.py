@@ -52,7 +52,7 @@ class Records:
     formats = FORMATS
 
     def __init__(self, sinks: Sequence[Sink], *, log: Path | None, silent: bool = False) -> None:
-        self._sinks = list(sinks)
+        self.sinks = list(sinks)
         self._log = LineFile(log) if log else None
         self._silent = silent
         self._total_steps = 0
@@ -61,9 +61,7 @@ class Records:
 
     def write(self, record: Record) -> None:
         self._line(format_record(record, total_steps=self._total_steps, formats=self.formats))
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=record["step"])
-        for sink in list(self._sinks):
+        for sink in list(self.sinks):
             try:
                 sink.write(record)
                 self._works(sink)
@@ -71,6 +69,11 @@ class Records:
                 self._fails(sink, str(error.filename), error)
             except Exception as error:
                 self._drop(sink, error)
+
+    def at(self, step: int) -> None:
+        """After each step, logged or not: moves the progress bar."""
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step)
 
     def say(self, message: str) -> None:
         """Print a message: console and train.log."""
@@ -106,7 +109,7 @@ class Records:
                 bar.stop()
 
     def close(self) -> None:
-        for sink in list(self._sinks):
+        for sink in list(self.sinks):
             try:
                 sink.close()
             except Exception as error:
@@ -151,7 +154,7 @@ class Records:
             self._line(f"{self._failing.pop(thing)} is writable again")
 
     def _drop(self, sink: Sink, error: Exception) -> None:
-        self._sinks.remove(sink)
+        self.sinks.remove(sink)
         self._line(f"warning: {type(sink).__name__} failed and is disabled ({type(error).__name__}: {error})")
 
 

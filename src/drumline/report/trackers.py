@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,17 @@ from drumline.config import RecordConfig
 from drumline.errors import MissingExtraError
 from drumline.files import RunFolder
 from drumline.plugins import load_plugin
-from drumline.report.records import Record, Sink
+from drumline.report.records import Record, Records, Sink
 
 _REACH_TIMEOUT_S = 2.0
+
+
+def add_trackers(records: Records, config: RecordConfig, folder: RunFolder, *, settings: dict[str, Any]) -> None:
+    """Let records go to the requested trackers too, and say where that is."""
+    for sink in open_trackers(config, folder, settings=settings):
+        records.sinks.append(sink)
+        if note := getattr(sink, "note", ""):
+            records.say(note)
 
 
 def open_trackers(records: RecordConfig, folder: RunFolder, *, settings: dict[str, Any]) -> list[Sink]:
@@ -62,11 +71,11 @@ class WandbSink:
         except ImportError:
             raise MissingExtraError("--use_wandb", extra="wandb") from None
         # WANDB_MODE, if the user set it, is read by W&B itself.
-        mode = (
-            None
-            if "WANDB_MODE" in os.environ
-            else wandb_mode(wandb.Settings().base_url, has_key=wandb.api.api_key is not None)
-        )
+        url, has_key = wandb.Settings().base_url, wandb.api.api_key is not None
+        chosen = os.environ.get("WANDB_MODE")
+        mode = None if chosen else wandb_mode(url, has_key=has_key)
+        why = f"{url} cannot be reached" if has_key else "not logged in (to do that: wandb login)"
+        why = {"offline": "WANDB_MODE is offline"}.get(chosen, "") if chosen else why if mode == "offline" else ""
         self._run = wandb.init(
             project=project,
             name=name,
@@ -78,6 +87,17 @@ class WandbSink:
                 silent=True, disable_code=True, disable_git=True, x_disable_meta=True, init_timeout=30
             ),
         )
+        self.note = self._where(why)
+
+    def _where(self, why_offline: str) -> str:
+        """Where the metrics go, for users: W&B itself is silent. why_offline: empty if it is online"""
+        url, files = getattr(self._run, "url", None), getattr(self._run, "dir", None)
+        if url and not why_offline:
+            return f"wandb  {url}"
+        if not files or not why_offline:
+            return ""  # WANDB_MODE=disabled
+        folder = shlex.quote(str(Path(files).parent))
+        return f"wandb  offline: {why_offline}; to upload the run later:\n  wandb sync {folder}"
 
     def write(self, record: Record) -> None:
         self._run.log(numbers(record), step=record["step"])

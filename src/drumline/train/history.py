@@ -99,16 +99,10 @@ class History:
         if has_begun(resume_from, self._folder, self._world, self._snapshots):
             from drumline.checkpoint import resume  # not needed by a new run
 
+            run = (self._folder, self._world, self._step.model, self._step.optimizer)
+            allowed, say = self._setup.allow_change, self._records.say
             state = resume(
-                resume_from,
-                self._folder,
-                self._world,
-                self._step.model,
-                self._step.optimizer,
-                facts=self._facts,
-                allow_change=self._setup.allow_change,
-                snapshots=self._snapshots,
-                say=self._records.say,
+                resume_from, *run, facts=self._facts, allow_change=allowed, snapshots=self._snapshots, say=say
             )
         if state is not None:
             self._step.precision.scaler.load_state_dict(state.scaler)

@@ -80,6 +80,7 @@ class Loop:
                 step, speed = back, Speed(back)
                 continue
             step += 1
+            self.records.at(step)
             self.setup.stepped(step, result)
             if step == first + _TIMED:
                 from drumline.train.length import say_how_long

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import partial
@@ -24,7 +24,7 @@ from drumline.lazy import room
 from drumline.model import build_model, token_objective
 from drumline.optim import learning_rate, make_optimizer, scaled
 from drumline.parallel import Pulse, World, allow_tf32, join, leave, make_strategy, own_pulse, pick_dtype
-from drumline.report import JsonlSink, Record, Records, Sink, preparing
+from drumline.report import JsonlSink, Record, Records, preparing
 from drumline.train.assembly import assembled
 from drumline.train.evaluation import evaluate
 from drumline.train.guard import GuardRules
@@ -35,14 +35,18 @@ from drumline.train.summary import conclude, introduction
 
 _LARGE = 1 << 24
 """Units of all layers for a micro-batch, and their weights: below, a run takes no more than one or two gigabytes."""
+Showing = Callable[[], AbstractContextManager[ProgressCallback | None]]
+"""Shows the progress of tokenizing for as long as that takes."""
 
 
-def pretrain(config: TrainConfig, *, progress: ProgressCallback | None = None) -> FitResult:
+def pretrain(
+    config: TrainConfig, *, progress: ProgressCallback | None = None, showing: Showing | None = None
+) -> FitResult:
     """Train according to the config, in its run folder, resuming if the run exists; all ranks call this."""
     own_pulse().promise_an_ending()
     world = join(device=config.run.device, backend=config.ranks.backend, bitwise=config.ranks.bitwise)
     try:
-        return _pretrain(config, world, progress)
+        return _pretrain(config, world, showing or (lambda: nullcontext(progress)))
     except (RuntimeError, MemoryError) as error:
         room("bench").explain_memory(error, config, world)
         raise
@@ -52,19 +56,19 @@ def pretrain(config: TrainConfig, *, progress: ProgressCallback | None = None) -
 
 def train_here(config: TrainConfig) -> int:
     """Train in this process, alone or as one of the ranks; returns the exit code."""
-    with preparing() as progress:
-        result = pretrain(config, progress=progress)
+    result = pretrain(config, showing=preparing)
     return 0 if result.state == "finished" else EXIT_STOPPED
 
 
-def _pretrain(config: TrainConfig, world: World, progress: ProgressCallback | None) -> FitResult:
+def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
     config = world.on_all_ranks(lambda: _checked(config, world.device))
     folder = RunFolder(Path(world.on_rank0(lambda: str(choose_folder(config).path))))
     world.on_rank0(lambda: check_resume(config.run.resume_from, folder))
     stored = _stored(folder, world)
     config = world.on_all_ranks(lambda: _settled(config, folder, stored, world))
     _check_memory(config, world)
-    data = _open_data(config, folder, world, progress)
+    with showing() as progress:
+        data = _open_data(config, folder, world, progress)
     with ExitStack() as open_parts:
         world.on_rank0(lambda: open_parts.enter_context(folder.hold()))
         own_pulse().tell_run_dir(folder.path)
@@ -159,12 +163,11 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
     """Rank 0 writes the run's files and prints; the other ranks are silent."""
     if not world.is_rank0:
         return Records([], log=None, silent=True)
-    sinks: list[Sink] = [JsonlSink(folder.metrics)]
+    records = Records([JsonlSink(folder.metrics)], log=folder.log)
     if config.records.tensorboard or config.records.use_wandb or config.records.sink:
-        from drumline.report import open_trackers
+        from drumline.report import add_trackers
 
-        sinks += open_trackers(config.records, folder, settings=asdict(config))
-    records = Records(sinks, log=folder.log)
+        add_trackers(records, config.records, folder, settings=asdict(config))
     if config.batch.epochs is not None:
         from drumline.report import with_epochs
 
@@ -285,7 +288,6 @@ def _evaluator(config: TrainConfig, data: Data, setup: Setup) -> Callable[[Pulse
     tokens = data.valid
     if tokens is None:
         return None
-    assert config.model.context is not None and config.batch.batch_size is not None
 
     def run(pulse: Pulse) -> Record:
         held_out = evaluate(

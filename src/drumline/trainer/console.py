@@ -9,7 +9,7 @@ from typing import Any
 from drumline.config import RecordConfig, did_you_mean
 from drumline.errors import ConfigError
 from drumline.files import RunFolder
-from drumline.report import FORMATS, JsonlSink, Record, Records, Sink, open_trackers, with_epochs
+from drumline.report import FORMATS, JsonlSink, Record, Records, Sink, add_trackers, with_epochs
 from drumline.train import FitResult, Setup
 from drumline.trainer.objectives import Loss
 from drumline.trainer.rates import Rates
@@ -32,8 +32,9 @@ def open_records(folder: RunFolder, sinks: Sequence[Sink | str], *, epochs: floa
     """The records of rank 0, in the run folder and wherever else they are asked for."""
     folder.path.mkdir(parents=True, exist_ok=True)
     named = RecordConfig(tensorboard="tensorboard" in sinks, use_wandb="wandb" in sinks)
-    others = [*open_trackers(named, folder, settings=about), *(sink for sink in sinks if not isinstance(sink, str))]
+    others = (sink for sink in sinks if not isinstance(sink, str))
     records = Records([JsonlSink(folder.metrics), *others], log=folder.log)
+    add_trackers(records, named, folder, settings=about)
     records.formats = dict(FORMATS if epochs is None else with_epochs(epochs))
     return records
 

@@ -1,0 +1,28 @@
+"""A CPU that others use: the doctor and the first lines of a run say so."""
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from drumline.doctor.load import check_load
+
+
+def test_a_load_above_the_cores_is_a_warning_with_what_helps() -> None:
+    assert check_load(1.9, 2, {}).state == "ok"
+    busy = check_load(5.25, 2, {})
+    assert (busy.state, busy.what) == ("warning", "5.2 for 2 cores: others use them, so a CPU trains slowly")
+    assert "OMP_WAIT_POLICY=passive" in busy.fix
+    assert "OMP_WAIT_POLICY" not in check_load(5.25, 2, {"OMP_WAIT_POLICY": "PASSIVE"}).fix
+
+
+def test_a_run_on_a_cpu_that_others_use_says_so_first(
+    train: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--run_dir", "free") == 0
+    assert "warning: load" not in capsys.readouterr().err
+    monkeypatch.setattr(os, "getloadavg", lambda: (999.0, 0.0, 0.0))
+    assert train("--run_dir", "busy") == 0
+    assert capsys.readouterr().err.startswith("warning: load: 999.0 for ")
+    assert train("--run_dir", "asked not to", "--doctor", "off") == 0
+    assert capsys.readouterr().err == ""
