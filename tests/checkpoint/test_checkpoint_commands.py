@@ -116,6 +116,7 @@ def test_export_writes_the_newest_valid_one_and_replaces_nothing_unless_forced(
     code, said, _ = command("export")
     file = folder.checkpoints / "checkpoint_step_30.pt"
     assert code == 0 and open_single_file(file).step == 30 and steps(folder) == [10, 20, 30, 40]
+    assert "step-00000040 is damaged" in said and "; using step-00000030 instead" in said
     assert f"drumline train --run_dir {folder.path} --resume_from {file}" in said
     file.write_bytes(b"something")
     code, _, error = command("export")
@@ -123,7 +124,10 @@ def test_export_writes_the_newest_valid_one_and_replaces_nothing_unless_forced(
     assert command("export", "--force")[0] == 0 and open_single_file(file).step == 30
     assert command("export", "--step", "10", "--out", str(tmp_path / "ten.pt"))[0] == 0
     assert open_single_file(tmp_path / "ten.pt").step == 10
-    code, _, error = command("export", "--out", str(tmp_path / "no/where.pt"))
+    assert command("export", "--step", "10", "--out", str(tmp_path / "a/b/ten.pt"))[0] == 0
+    assert command("export", "--step", "20", "--out", str(tmp_path / "a"))[0] == 0
+    assert [open_single_file(tmp_path / "a" / name).step for name in ("b/ten.pt", "checkpoint_step_20.pt")] == [10, 20]
+    code, _, error = command("export", "--out", str(tmp_path / "ten.pt/where.pt"))
     assert code == 1 and "is not writable" in error and "--out" in error
     code, _, error = command("export", "--step", "40")
     assert code == 1 and "is damaged" in error

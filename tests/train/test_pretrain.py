@@ -357,3 +357,21 @@ def test_what_is_proposed_at_the_end_of_a_run_works_for_that_run(
     assert proposed == ["  drumline sample 'my run'", "  drumline runs"]  # nothing to evaluate on, and no code to write
     for words in map(shlex.split, proposed):
         assert run_command(words[1:]) == 0
+
+
+@pytest.mark.parametrize("kind", ["tokens", "a model that does not write", "chinese"])
+def test_no_text_is_proposed_that_the_run_cannot_write(
+    train: Train, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    (np.arange(4000) % 290).astype("<u2").tofile("train.bin")
+    Path("zh.txt").write_text("床前明月光，疑是地上霜。举头望明月，低头思故乡。\n" * 60)
+    flags = {
+        "tokens": ("--train_data_path", "train.bin"),
+        "a model that does not write": ("--model", f"{__name__}:TwoLayers"),
+        "chinese": ("--train_data_path", "zh.txt"),
+    }
+    assert train(*flags[kind], "--run_dir", "run") == 0
+    proposed = capsys.readouterr().out.split("next:\n")[1]
+    assert "--prompt" not in proposed and ("sample" in proposed) is (kind == "chinese")
+    for words in map(shlex.split, proposed.splitlines()):
+        assert run_command(words[1:]) == 0

@@ -65,18 +65,29 @@ def set_aside_checkpoints(run: Path, *, step: int | None) -> list[tuple[Path, st
     return [(path, whys[path.suffix[1:]]) for path in paths if step in (None, _step(path))]
 
 
-def export_checkpoint(run: Path, *, step: int | None, out: Path | None, force: bool) -> tuple[Checkpoint, Path]:
-    """Write the newest valid checkpoint (or the one of a step) as a single file; returns both."""
+def export_checkpoint(
+    run: Path, *, step: int | None, out: Path | None, force: bool
+) -> tuple[Checkpoint, Path, list[str]]:
+    """Write the newest valid checkpoint (or the one of a step) as a single file.
+
+    Returns both, and what is wrong with newer ones. out: a file, or a folder that exists
+    """
     folder = _run_folder(run)
-    chosen = _newest_whole(folder)[0] if step is None else open_checkpoint(_chosen(folder, step)[0])
-    file = out or folder.checkpoints / single_file_name(chosen.step)
+    damaged: dict[Path, str] = {}
+    if step is None:
+        chosen, damaged = _newest_whole(folder)
+    else:
+        chosen = open_checkpoint(_chosen(folder, step)[0])
+    file = out or folder.checkpoints
+    file = file / single_file_name(chosen.step) if file.is_dir() else file
     if file.exists() and not force:
         raise ConfigError(f"{file} already exists", fix="add --force to overwrite it, or choose another --out")
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_single_file(chosen, file, settings=_settings(folder), tokenizer=_tokenizer(folder))
     except (OSError, RuntimeError) as error:  # torch's writer turns one into the other
         raise ConfigError(f"{file} is not writable ({error})", fix="choose another file: --out FILE") from None
-    return chosen, file
+    return chosen, file, list(damaged.values())
 
 
 def _settings(folder: RunFolder) -> dict[str, Any] | None:

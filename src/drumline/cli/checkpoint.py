@@ -69,7 +69,7 @@ def export(
     step
         Step of the checkpoint. Default: the newest valid one.
     out
-        Output file. Default: RUN/checkpoints/checkpoint_step_N.pt.
+        Output file, or an existing folder for it. Default: RUN/checkpoints/checkpoint_step_N.pt.
     force
         Overwrite an existing file.
     """
@@ -77,7 +77,9 @@ def export(
     from drumline.report import print_line
     from drumline.units import count
 
-    chosen, file = export_checkpoint(run, step=step, out=out, force=force)
+    chosen, file, damaged = export_checkpoint(run, step=step, out=out, force=force)
+    for problem in damaged:
+        print_line(f"warning: {problem}; using {chosen.path.name} instead")
     print_line(f"wrote {file}: step {chosen.step:,}, {count(file.stat().st_size)}B")
     print_line(f"to resume from it:\n  drumline train --run_dir {run} --resume_from {file}")
     return 0
