@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +16,8 @@ import drumline
 from drumline import GPTConfig, GPTLike, GPTModel, Trainer
 from drumline.errors import ConfigError
 from drumline.report.records import read_metrics
+from drumline.trainer.sameness import fingerprint
+from drumline.trainer.samples import source_of
 
 
 def load_train_objs(samples: int = 16) -> tuple[TensorDataset, nn.Module, torch.optim.Optimizer]:
@@ -123,7 +126,7 @@ def on_own_data(seed: int, drawn_once: bool) -> None:
     torch.manual_seed(seed)
     data: Any = TensorDataset(torch.rand(16, 8), torch.rand(16, 1))
     if not drawn_once:
-        data = [{"x": float(seed), "y": [1, "text"]}]
+        data = [{"input": torch.full((8,), float(seed))}]
     model = nn.Linear(8, 1)
     Trainer(model, data, torch.optim.SGD(model.parameters(), lr=0.1), batch_size=4, run_dir="own", device="cpu")
 
@@ -133,6 +136,15 @@ def test_ranks_with_different_data_are_refused(tmp_path: Path, drawn_once: bool)
     outcomes = run_ranks(on_own_data, [(1, drawn_once), (2, drawn_once)])
     assert all("ConfigError: each rank has other data" in outcome.err for outcome in outcomes)
     assert not (tmp_path / "own").exists()
+
+
+def test_a_fingerprint_is_of_what_samples_contain() -> None:
+    samples: list[Any] = [1, "a", [1, "a"], {"x": 1}, {"x": torch.ones(2)}, np.ones(2), torch.ones(2), True, None, b"a"]
+    prints = [fingerprint(source_of([sample])) for sample in samples]
+    assert len(set(prints)) == len(samples)
+    assert prints == [fingerprint(source_of([sample])) for sample in samples]
+    assert fingerprint(source_of([object()])) == fingerprint(source_of([object()]))
+    assert fingerprint(source_of(Drawn())) == "drawn at random"
 
 
 def test_without_a_loss_classes_get_cross_entropy_and_numbers_squared_error() -> None:
@@ -146,6 +158,15 @@ def test_without_a_loss_classes_get_cross_entropy_and_numbers_squared_error() ->
         assert first > 0
     assert "by cross_entropy" in Path("classes/train.log").read_text()
     assert "by mse_loss" in Path("numbers/train.log").read_text()
+
+
+def test_samples_that_the_model_or_the_loss_cannot_take_are_refused() -> None:
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="the samples have x, y, but Linear takes input"):
+        Trainer(model, [{"x": torch.zeros(8), "y": 1}], optimizer, device="cpu")
+    with pytest.raises(ConfigError, match="the samples have 1 parts"):
+        Trainer(model, TensorDataset(torch.zeros(4, 8)), optimizer, loss=nn.MSELoss(), device="cpu")
 
 
 def test_a_loader_with_an_order_of_its_own_is_refused() -> None:

@@ -61,16 +61,31 @@ def objective_of(loss: Loss | None) -> Objective:
     return objective
 
 
-def usual_loss(model: nn.Module, sample: Any) -> Loss | None:
+def usual_loss(model: nn.Module, batch: Any) -> Loss | None:
     """For (input, target) samples and a model that takes only the input: cross entropy for classes, else squared error.
 
     None: the model computes its own loss.
     """
-    if not isinstance(sample, tuple | list) or len(sample) != 2 or takes_two(model):
+    if not isinstance(batch, tuple | list) or len(batch) != 2 or takes_two(model):
         return None
-    target = sample[1]
-    is_class = isinstance(target, int) or (isinstance(target, Tensor) and not target.is_floating_point())
-    return F.cross_entropy if is_class else F.mse_loss
+    return F.mse_loss if not isinstance(batch[1], Tensor) or batch[1].is_floating_point() else F.cross_entropy
+
+
+def check_batch(model: nn.Module, batch: Any, *, has_loss: bool) -> None:
+    """Refuse samples that the model or the loss cannot take."""
+    parameters = inspect.signature(model.forward).parameters
+    if isinstance(batch, Mapping) and not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        unknown = [str(name) for name in batch if name not in parameters]
+        if unknown:
+            raise ConfigError(
+                f"the samples have {', '.join(unknown)}, but {type(model).__name__} takes {', '.join(parameters)}",
+                fix="name the samples' keys like the model's arguments, or make them (input, target) pairs",
+            )
+    if has_loss and isinstance(batch, tuple | list) and len(batch) != 2:
+        raise ConfigError(
+            f"a loss is for (input, target) pairs, but the samples have {len(batch)} parts",
+            fix="make them pairs, or give a collate_fn that does",
+        )
 
 
 def takes_two(model: nn.Module) -> bool:

@@ -25,7 +25,7 @@ from drumline.report import Record, Records, Sink
 from drumline.train import Backward, FitResult, GuardRules, Intervals, Precision, Setup, Step, StepResult, assembled
 from drumline.trainer.callbacks import Callback, Moments
 from drumline.trainer.console import check_sinks, ending, introduction, open_records, show_metrics
-from drumline.trainer.objectives import Loss, objective_of, usual_loss
+from drumline.trainer.objectives import Loss, check_batch, objective_of, usual_loss
 from drumline.trainer.ranks import compare_ranks, joined
 from drumline.trainer.rates import Rates, ScheduleUnit, scale_factor
 from drumline.trainer.sameness import choose_folder, fingerprint, traits, write_about
@@ -121,8 +121,9 @@ class Trainer:
         self._valid = None if self.valid_dataset is None else self._held_out(self.valid_dataset)
         world = joined(self.gpu_or_snapshot, device=self.device, backend=self.backend, bitwise=self.bitwise)
         data = fingerprint(self._source)
-        if self.loss is None:
-            self.loss = usual_loss(self.model, self._source.dataset[0])
+        batch = self._source.read([0])
+        world.on_all_ranks(lambda: check_batch(self.model, batch, has_loss=self.loss is not None))
+        self.loss = self.loss or usual_loss(self.model, batch)
         self._moments = Moments(self, [*self.callbacks, *self._snapshot_files()])
         self._about = traits(self.model, self.optimizer, data)
         batches, self._rates = world.on_all_ranks(lambda: self._planned(world))
