@@ -2,18 +2,14 @@
 
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from helpers.ranks import train_ranks
-from helpers.small import small
 from torch import Tensor
 
 from drumline.checkpoint.restoring import load_optimizer
 from drumline.checkpoint.state import optimizer_state
 from drumline.config import GPTConfig, OptimConfig
-from drumline.files.run_folder import RunFolder
 from drumline.model.gpt import GPT
 from drumline.optim.muon import FIRST_MOMENTUM, MOMENTUM_STEPS, Muon, momentum_at, orthogonal, row_factors
 from drumline.optim.optimizers import make_optimizer
@@ -135,30 +131,6 @@ def test_a_state_dict_given_to_another_one_goes_on_alike() -> None:
             model(ids, targets=ids)[1].backward()
             optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-
-
-def sha256(run: str) -> str:
-    return str(RunFolder(Path(run)).read_status()["weights_sha256"])
-
-
-def test_bitwise_gives_the_same_bits_on_1_2_and_3_ranks_and_resumed_in_the_middle(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    flags = (
-        "--train_data_path text --optimizer muon --bitwise --batch_size 2 --global_batch_size 14 --schedule constant"
-    )
-
-    def train(size: int, run: str, steps: int) -> None:
-        more = ["--run_dir", run, "--total_steps", str(steps), "--allow_change", "total_steps"]
-        for outcome in train_ranks(size, *small(*flags.split(), *more)):
-            assert outcome.code == 0, outcome.err
-
-    for size in (1, 2, 3):
-        train(size, f"w{size}", 8)
-    for size, steps in ((3, 3), (1, 5), (2, 8)):
-        train(size, "part", steps)
-    assert len({sha256(run) for run in ("w1", "w2", "w3", "part")}) == 1
 
 
 def test_rows_whose_updates_have_been_large_of_late_are_held_back_and_the_matrix_keeps_its_norm() -> None:

@@ -67,6 +67,7 @@ def test_every_step_sees_the_same_sequences_on_any_number_of_ranks(here: Path) -
 
 
 def test_bitwise_gives_the_same_bits_at_1_2_3_and_4_ranks_whatever_the_threads(here: Path) -> None:
+    # With Muon, as the preset has it.
     for size in (1, 2, 3, 4):
         train(size, f"w{size}", "--bitwise")
     from helpers.ranks import _command  # a single process with more threads than the ranks have
@@ -83,7 +84,7 @@ def test_a_bitwise_run_stopped_and_resumed_on_other_ranks_again_and_again_ends_w
     # The learning rate must not depend on the length, so that a shorter run is a run stopped in the middle of an epoch.
     same = ("--bitwise", "--schedule", "constant", "--warmup_steps", "3")
     train(1, "whole", *same)
-    for size, stop in ((4, 4), (2, 7), (3, 11), (1, 15), (3, STEPS)):
+    for size, stop in ((4, 4), (2, 11), (3, STEPS)):
         flags = [*same, "--run_dir", "part", "--total_steps", str(stop), "--allow_change", "total_steps"]
         for outcome in train_ranks(size, *small(*DATA, *flags)):
             assert outcome.code == 0, outcome.err
