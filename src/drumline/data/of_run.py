@@ -70,7 +70,7 @@ def what_changed(source: str, before: str) -> str:
     (was, were), (here, are) = _files_and_bytes(before), _files_and_bytes(now)
     if None in (was, here) or (before.partition(":")[0] != now.partition(":")[0]):
         return ""  # not files, or files elsewhere, which have other times
-    sizes = f"{was} files of {count(were)}B then, {here} files of {count(are)}B now"
+    sizes = f"{was} files of {were:,} bytes then, {here} files of {are:,} bytes now"
     path, modified = newest_file(source)
     newest = f"{path} is of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(modified))}"
     same = (was, were) == (here, are)

@@ -19,5 +19,5 @@ def check_load(load: float, cores: int, environ: Mapping[str, str]) -> Finding:
         return Finding("load", "ok", f"{load:.1f} of {cores} cores in use over the last minute")
     fix = "stop other programs, or wait for them"
     if environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
-        fix += "; OMP_WAIT_POLICY=passive drumline train ... is several times as fast beside them"
+        fix += "; OMP_WAIT_POLICY=passive drumline train ... may be several times as fast beside them"
     return Finding("load", "warning", f"{load:.1f} for {cores} cores: others use them, so a CPU trains slowly", fix)
