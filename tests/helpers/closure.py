@@ -14,7 +14,6 @@ _RUN = """
 import json, os, sys, sysconfig
 from drumline.cli.app import main
 leave, path_of = os._exit, sysconfig.get_path
-os.getloadavg = lambda: (0.0, 0.0, 0.0)  # on a busy machine, the doctor would be asked
 def get_path(name, *how, **more):
     # A package of the standard library is text enough: to prepare all of it would take most of the time.
     return path_of(name, *how, **more) + ("/encodings" if name == "stdlib" else "")

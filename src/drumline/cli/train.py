@@ -127,7 +127,7 @@ def is_plain(config: TrainConfig, environ: Mapping[str, str]) -> bool:
     threads = [environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in environ]
     if _FOR_THE_DOCTOR & environ.keys() or not all(n.isdigit() and 0 < int(n) <= cores for n in threads):
         return False
-    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _OPEN_FILES or os.getloadavg()[0] > cores:
+    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _OPEN_FILES:
         return False
     folder = Path(run.run_dir or "runs").absolute()
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))

@@ -122,8 +122,6 @@ def quick_findings(
         port_is_free=lambda port: True,  # the launcher picks another
     )
     findings = [machine.check_open_files(*machine.read_open_files())]
-    if read_load() > facts.cores and _on_cpu(device):
-        findings.append(check_load(read_load(), facts.cores, environ))
     if folder is not None:
         findings.append(_room(folder, needed_bytes, several_hosts=several_hosts))
     if ranks > 0:  # without GPUs, only snapshots use shared memory, and the run itself checks that they fit

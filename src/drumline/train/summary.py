@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from dataclasses import replace
 
@@ -14,6 +15,9 @@ from drumline.signals import raising
 from drumline.train.loop import FitResult
 from drumline.train.setup import Setup
 from drumline.units import count
+
+_BUSY = 1.5
+"""Above this load per core, the cores are not free for a run, and it says so."""
 
 
 def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: int) -> list[str]:
@@ -32,6 +36,8 @@ def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: 
         note += data_note(config.data, data.skipped)
     if isinstance(batches, TokenBatches) and batches.short_steps:
         short = f"; the first {batches.short_steps:,} with a context of {batches.context_of(0)}"
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    busy = f"load   {load:.1f} on {cores} cores: others slow this run down; OMP_WAIT_POLICY=passive helps beside them"
     return [
         f"run    {setup.folder.path}",
         f"model  {config.model.preset}: {count(parameters)} parameters, context {batches.tokens_per_item}, "
@@ -43,6 +49,7 @@ def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: 
         f"= {plan.sequences * batches.tokens_per_item:,} tokens",
         f"lr     {lr}",
         f"steps  {total_steps:,}, which is {total_steps * plan.sequences / batches.items:.2f} epochs{short}",
+        *([busy] if precision.device.type == "cpu" and load > _BUSY * cores else []),
     ]
 
 
