@@ -20,14 +20,13 @@ if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="drumline-tests-")
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
+import helpers.idle  # noqa: F401
 import pytest
 from helpers.needs import missing
 from helpers.small import small
 
 from drumline.cli.app import run_command
 from drumline.signals import STOP_SIGNALS
-
-os.getloadavg = lambda: (0.0, 0.0, 0.0)  # a machine that runs tests is busy, and each run would say so
 
 for _signum, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     # A shell lets what it starts in the background ignore Ctrl-C, and nohup a closed terminal; so would all that a test

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import helpers.idle  # noqa: F401
 from drumline.signals import start_afresh
 
 TIMEOUT_S = 120
