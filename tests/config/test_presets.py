@@ -119,7 +119,7 @@ def test_a_run_keeps_its_recipe_and_refuses_another(
 def test_dry_run_counts_the_weights_and_state_of_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     def parameters(*flags: str) -> int:
         assert run_command(["train", "--dry_run", "--device", "cpu", "--recipe", "modern", *flags]) == 0
-        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("parameters "))
+        (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("parameters "))
         return int(line.split()[1].replace(",", ""))
 
     modern, table = parameters(), 2048 * 192
