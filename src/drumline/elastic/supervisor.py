@@ -179,7 +179,7 @@ class Supervisor:
             if (self._stops or change) and self._asked_s is None:
                 self._ranks.send(signal.SIGTERM)
                 self._asked_s = time.monotonic()
-                if self._stops:
+                if self._stops and self._run_dir() is not None:
                     _say("saving after this step, then stopping; press Ctrl-C again to stop immediately")
 
     def _waits_in_vain(self) -> bool:
