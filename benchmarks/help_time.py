@@ -2,7 +2,7 @@
 
     python benchmarks/help_time.py [--repeat 20]
 
-Target: at most 0.3 s of processor time.
+Target: at most 0.25 s of processor time.
 """
 
 from __future__ import annotations

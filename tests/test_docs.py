@@ -13,7 +13,7 @@ from drumline.lazy import public_names
 ROOT = Path(__file__).parent.parent
 PLACES = [ROOT / "src/drumline", ROOT, ROOT / "docs", ROOT / "benchmarks", ROOT / "examples"]
 """What paths in the documents are relative to."""
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("[!.]*/README*.md")])
 OF_READERS = {"mlp.py", "work.py"}
 """Files that the documents let their readers write."""
 

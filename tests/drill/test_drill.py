@@ -27,7 +27,7 @@ def test_all_kinds_of_faults_in_one_drill_cost_nothing_but_time(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr("subprocess.Popen", Warm)
-    monkeypatch.setattr("drumline.drill.drill._STEPS_PER_FAULT", 20)
+    monkeypatch.setattr("drumline.drill.drill._STEPS_PER_FAULT", 30)
     folder = tmp_path / "drill"
     assert run_command(["drill", "--minutes", "0.2", "--seed", "1", "--folder", str(folder)]) == 0
     said = capsys.readouterr().out
