@@ -96,7 +96,8 @@ def test_callbacks_are_called_at_their_moments(tmp_path: Path) -> None:
     trainer(tmp_path, callbacks=[seen]).fit(epochs=2, save_every=1, evaluate=lambda: {"extra": 1.0})
     assert seen.of("step") == list(range(1, 17))
     assert seen.of("evaluate") == [(step, ["extra", "valid_accuracy", "valid_loss"]) for step in (8, 16)]
-    assert seen.of("save") == [8, 16] and seen.of("end") == ["finished"]
+    # A checkpoint is written while training goes on: of two that are done between two steps, the newer one is told.
+    assert seen.of("save") in ([8, 16], [16]) and seen.of("end") == ["finished"]
     assert seen.seen[-1] == ("end", "finished")
 
 
