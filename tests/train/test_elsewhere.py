@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from drumline.cli.app import run_command
 from drumline.files.run_folder import RunFolder
+from drumline.files.runs import stored_settings
 
 Train = Callable[..., int]
 CHANGE = ["--allow_change", "total_steps", "--total_steps"]
@@ -136,3 +138,20 @@ def test_a_run_of_an_earlier_version_has_no_record_of_its_data_and_goes_on(run: 
     assert run_command(["evaluate", "run"]) == 0
     assert train(*flags) == 0
     assert json.loads((run / "data.json").read_text())["cwd"] == os.getcwd()
+
+
+def test_only_a_folder_that_a_run_is_in_may_have_its_modules(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    stranger, own = tmp_path / "of-a-stranger", str(tmp_path)
+    stranger.mkdir()
+    elsewhere(tmp_path / "other", monkeypatch)
+    origin = json.loads((run / "data.json").read_text())
+    for cwd in (str(stranger), ".", "../of-a-stranger"):
+        (run / "data.json").write_text(json.dumps({**origin, "cwd": cwd}))
+        stored_settings(RunFolder(run))
+        assert not {cwd, str(stranger)} & set(sys.path)
+    (run / "data.json").write_text(json.dumps(origin))
+    stored_settings(RunFolder(run))
+    assert own in sys.path

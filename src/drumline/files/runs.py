@@ -66,14 +66,15 @@ def stored_settings(folder: RunFolder) -> dict[str, Any]:
     """The settings in a run's config.toml; its relative paths are of the folder where the run was started."""
     settings = read_settings(folder.config)
     cwd = origin(folder).get("cwd")
-    if isinstance(cwd, str) and cwd != os.getcwd() and os.path.isdir(cwd):
+    if isinstance(cwd, str) and os.path.isabs(cwd) and cwd != os.getcwd() and os.path.isdir(cwd):
         for name in ("train_data_path", "valid_data_path", "tokenizer", "data_dir"):
             path = os.path.join(cwd, str(settings.get(name)))
             if name in settings and (
                 os.path.exists(path) or (glob.has_magic(path) and glob.glob(path, recursive=True))
             ):
                 settings[name] = path
-        if cwd not in sys.path:  # models, sources and loggers of the user's own
+        # Models, sources and loggers of the user's own; a run that came from elsewhere cannot choose what is imported.
+        if cwd not in sys.path and Path(cwd) in folder.path.absolute().parents:
             sys.path.append(cwd)
     return settings
 
@@ -81,10 +82,10 @@ def stored_settings(folder: RunFolder) -> dict[str, Any]:
 def origin(folder: RunFolder) -> dict[str, Any]:
     """data.json; {} if there is none, as in runs of earlier versions."""
     try:
-        found = json.loads(folder.data.read_text(encoding="utf-8"))
+        stored = json.loads(folder.data.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return stored if isinstance(stored, dict) else {}
 
 
 def run_state(folder: RunFolder) -> str:
