@@ -31,7 +31,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # it is a program of its own on other hosts
 
-from helpers.warm import Warm, enter_host
+from helpers.namespaces import enter_host
+from helpers.warm import Warm
 
 PORT = 29500
 """Nothing else listens on a host that was just made."""

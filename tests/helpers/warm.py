@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import fcntl
 import functools
 import importlib
@@ -19,7 +18,6 @@ import json
 import multiprocessing.process
 import multiprocessing.util
 import os
-import runpy
 import select
 import shlex
 import shutil
@@ -29,23 +27,25 @@ import subprocess
 import sys
 import tempfile
 import threading
-import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+if __name__ == "__main__":  # the process that forks; what it forks puts its own folder in this place
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from helpers.as_python import replace_by, run_words, uncaught
+from helpers.namespaces import NAMESPACES, enter_host, enter_namespaces
+
 _PRELOAD = """
-idle
+helpers.idle
 numpy torch torch._dynamo torch.distributed torch.distributed.launcher.api torch.nn.parallel matplotlib.figure
 drumline.cli.train drumline.train.pretraining drumline.trainer.trainer drumline.elastic.launch drumline.report.terminal
 """.split()
 _Popen, _LONGEST = subprocess.Popen, 1 << 17
 _PROGRAMS = {"python": "", "drumline": "-m drumline", "torchrun": "-m torch.distributed.run"}
-_NAMESPACES = ("net", "uts", "mnt")
 _TORCHRUN = ("torch.distributed.run", "torch.distributed.launch")
-_spawn, _execv = multiprocessing.util.spawnv_passfds, os.execv
-_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
-_MS_BIND, _MS_REC, _MS_SLAVE = 4096, 16384, 1 << 19
+_spawn = multiprocessing.util.spawnv_passfds
 
 
 class Warm(subprocess.Popen[Any]):
@@ -215,30 +215,6 @@ def _server() -> _Server:
     return _SERVERS[-1]
 
 
-def enter_host(namespace: str, names: str, name: str) -> None:
-    """Move this process to a host: its network, its file of names and its own name."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    place = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    for failed in (
-        libc.setns(place, _CLONE_NEWNET),
-        libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS),
-        libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None),
-        libc.mount(names.encode(), b"/etc/hosts", None, _MS_BIND, None),
-    ):
-        assert not failed, os.strerror(ctypes.get_errno())
-    os.close(place)
-    socket.sethostname(name)
-
-
-def enter_namespaces(given: Sequence[int]) -> None:
-    """Move this process to where another one is."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    for name, fd in zip(_NAMESPACES, given, strict=True):
-        if os.fstat(fd).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino:
-            assert not libc.setns(fd, 0), os.strerror(ctypes.get_errno())
-        os.close(fd)
-
-
 def _serve(asked: socket.socket, listening: socket.socket | None = None) -> NoReturn:
     """Fork what is asked for, and tell how each ended, until nobody asks any more."""
     woken, wakes = os.pipe()
@@ -276,7 +252,7 @@ def _serve(asked: socket.socket, listening: socket.socket | None = None) -> NoRe
             asked.send(json.dumps({"started": fork(said, fds)}).encode())
         if listening in ready:
             client = listening.accept()[0]  # type: ignore[union-attr]
-            said, fds, _, _ = socket.recv_fds(client, _LONGEST, 3 + len(_NAMESPACES))
+            said, fds, _, _ = socket.recv_fds(client, _LONGEST, 3 + len(NAMESPACES))
             if said:
                 pid = fork(said, fds)
                 clients[pid] = client
@@ -321,62 +297,20 @@ def _become(what: dict[str, Any]) -> NoReturn:
             os.setsid()
         if not what["cold"]:
             _warm_what_it_starts(words)
-        os.execv = _replace_by  # type: ignore[assignment]
+        os.execv = replace_by  # type: ignore[assignment]
         while words:
-            words = _run(words)
+            words = run_words(words)
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
-        code = _uncaught(error)
+        code = uncaught(error)
     threading._shutdown()  # type: ignore[attr-defined]  # as at the end of any program
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
-
-
-def _uncaught(error: BaseException) -> int:
-    """What Python does at the end of a program that did not catch this; gives its exit code."""
-    try:
-        sys.excepthook(type(error), error, error.__traceback__)
-    except SystemExit as ends:
-        return int(ends.code or 0)
-    return 1
-
-
-class _ReplacedError(BaseException):
-    """This program is to be another one from now on."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        super().__init__()
-        self.words = list(words)
-
-
-def _replace_by(path: str, words: Sequence[str]) -> NoReturn:
-    """As os.execv; of this Python it is not a new one."""
-    if path != sys.executable:
-        _execv(path, words)
-    raise _ReplacedError(words[1:])
-
-
-def _run(words: Sequence[str]) -> list[str]:
-    """Do what this Python does with these words; gives those it is to go on with, if any."""
-    try:
-        if words[0] == "-c":
-            sys.argv = ["-c", *words[2:]]
-            sys.modules["__main__"] = main = types.ModuleType("__main__")
-            exec(compile(words[1], "<string>", "exec"), main.__dict__)
-        elif words[0] == "-m":
-            sys.argv = list(words[1:])
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv = list(words)
-            runpy.run_path(words[0], run_name="__main__")
-    except _ReplacedError as replaced:
-        return replaced.words
-    return []
 
 
 def _warm_what_it_starts(words: Sequence[str]) -> None:

@@ -1,11 +1,9 @@
 """A long job says how much is done of how much and when it will end; a short one says nothing."""
 
-import os
-import pty
-import subprocess
 import sys
 
 import pytest
+from helpers.terminal import on_terminal
 
 from drumline.report import progress
 from drumline.report.progress import progress_of
@@ -38,10 +36,5 @@ def test_a_terminal_shows_a_bar_that_is_gone_at_the_end() -> None:
         "    done()\n"
         "print('the result')\n"
     )
-    ours, theirs = pty.openpty()
-    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "80"}
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=theirs, env=environ, check=True)
-    os.close(theirs)
-    shown = os.read(ours, 1 << 16)
-    os.close(ours)
-    assert b"2/2" in shown and done.stdout == b"the result\n"
+    shown, said = on_terminal([sys.executable, "-c", code], stream="stderr")
+    assert "2/2" in shown and said == "the result\n"

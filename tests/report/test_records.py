@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from helpers.small import small
+from helpers.terminal import on_terminal
 from helpers.warm import Warm
 
 from drumline.errors import MissingExtraError
@@ -360,17 +361,8 @@ def test_a_terminal_shows_a_progress_bar_and_a_pipe_plain_lines(tmp_path: Path) 
     line = "step  2/3 | loss 1.5000"
     piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert piped.stdout == line + "\n"
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdout=theirs, env={**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        while chunk := _read(ours):
-            shown += chunk
-    os.close(ours)
-    assert process.returncode == 0
-    assert line in shown.decode() and "training" in shown.decode() and "2/3" in shown.decode()
+    shown, _ = on_terminal([sys.executable, "-c", code])
+    assert line in shown and "training" in shown and "2/3" in shown
 
 
 def test_the_bar_moves_with_every_step_and_those_of_preparing_are_gone_before(tmp_path: Path) -> None:
@@ -386,23 +378,8 @@ def test_the_bar_moves_with_every_step_and_those_of_preparing_are_gone_before(tm
         "from drumline.cli.app import run_command\n"
         "sys.exit(run_command(sys.argv[1:]))\n"
     )
-    ours, theirs = pty.openpty()
-    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    with Warm([sys.executable, "-c", code, "train", *words], stdout=theirs, env=environ, cwd=tmp_path) as process:
-        os.close(theirs)
-        shown = b""
-        while chunk := _read(ours):
-            shown += chunk
-    os.close(ours)
-    assert process.returncode == 0
-    before, after = re.sub(r"\x1b\[[0-9;?]*m", "", shown.decode()).split("run    runs/modern-tiny", 1)
+    shown, _ = on_terminal([sys.executable, "-c", code, "train", *words], start=Warm, cwd=tmp_path)
+    before, after = re.sub(r"\x1b\[[0-9;?]*m", "", shown).split("run    runs/modern-tiny", 1)
     assert "reading text" in before and "encoding" in before and before.endswith("\x1b[2K")
     assert "reading text" not in after and "encoding" not in after
     assert all(f"{step}/9" in after for step in range(1, 10))
-
-
-def _read(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 1 << 16)
-    except OSError:  # the other side is closed
-        return b""

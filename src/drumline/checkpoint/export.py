@@ -117,9 +117,9 @@ _WRAPPERS = r"^((module|_orig_mod)\.)+"
 
 
 def _weights_in(content: dict[str, Any], path: Path) -> dict[str, Tensor]:
-    found = _first(content, _WEIGHTS, content)
+    weights = _first(content, _WEIGHTS, content)
     tensors: dict[str, Tensor] = {}
-    for name, tensor in found.items() if isinstance(found, dict) else ():
+    for name, tensor in weights.items() if isinstance(weights, dict) else ():
         if isinstance(name, str) and isinstance(tensor, Tensor):
             tensors[re.sub(_WRAPPERS, "", name)] = tensor
     if not tensors:

@@ -76,8 +76,8 @@ def _named_splits(paths: Sequence[Path], folder: Path) -> Iterator[str]:
         for depth, part in enumerate(parts):
             beside.setdefault(parts[:depth], set()).update((_words(part), (_stem(part),)))
     for parts in names:
-        found = (_split(part, beside[parts[:depth]], top=depth == 0) for depth, part in enumerate(parts))
-        yield next((split for split in found if split != "train"), "train")
+        splits = (_split(part, beside[parts[:depth]], top=depth == 0) for depth, part in enumerate(parts))
+        yield next((split for split in splits if split != "train"), "train")
 
 
 def _stem(part: str) -> str:

@@ -78,8 +78,8 @@ def what_changed(source: str, before: str) -> str:
 
 
 def _files_and_bytes(key: str) -> tuple[int | None, int]:
-    found = re.search(r": (\d+) files, (\d+) bytes", key)
-    return (int(found[1]), int(found[2])) if found else (None, 0)
+    match = re.search(r": (\d+) files, (\d+) bytes", key)
+    return (int(match[1]), int(match[2])) if match else (None, 0)
 
 
 def _again(config: TrainConfig, folder: RunFolder, began: dict[str, Any], *, progress: ProgressCallback | None) -> Data:

@@ -41,8 +41,8 @@ def computed(loss: Loss | None, model: nn.Module, batch: Any) -> Computed:
 
 def own_loss(output: Any) -> Tensor:
     """The loss in a model's output: the output itself, its `loss`, or the only scalar of a tuple."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-    parts = found if isinstance(found, tuple | list) else [found]
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    parts = loss if isinstance(loss, tuple | list) else [loss]
     scalars = [part for part in parts if isinstance(part, Tensor) and part.numel() == 1]
     if not scalars:
         raise ConfigError(
