@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -207,25 +206,21 @@ class FakeRanks:
 
 
 @pytest.fixture
-def supervisor(tmp_path: Path) -> Iterator[Callable[..., tuple[Supervisor, FakeRanks]]]:
-    made: list[Supervisor] = []
-
+def supervisor(tmp_path: Path) -> Callable[..., tuple[Supervisor, FakeRanks]]:
     def make(
         phases: dict[int, str], codes: dict[int, int | None], stacks: dict[int, str], waits_for: Sequence[str] = ()
     ) -> Any:
-        made.append(Supervisor(print, Rendezvous(), nproc=len(codes), max_restarts=0, limit_s=5.0))
+        made = Supervisor(print, Rendezvous(), nproc=len(codes), max_restarts=0, limit_s=5.0)
         ranks: Any = FakeRanks(tmp_path, codes, stacks)
-        made[-1]._attempt, made[-1]._ranks = Attempt(tmp_path), ranks
+        made._attempt, made._ranks = Attempt(tmp_path), ranks
         for rank, phase in phases.items():
             pulse = SupervisedPulse(tmp_path)
             pulse.start(rank)
             pulse._ended.set()
             pulse.at(phase, 12, waits_for=waits_for[rank] if waits_for else "")
-        return made[-1], ranks
+        return made, ranks
 
-    yield make
-    for each in made:
-        shutil.rmtree(each._scratch, ignore_errors=True)
+    return make
 
 
 def test_a_host_whose_ranks_all_wait_leaves_it_to_another_to_name_the_rank_for_a_while(

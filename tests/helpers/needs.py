@@ -41,6 +41,7 @@ WHOLE = {
     "compiler": ("g++",),
     "hosts": ("ip", "mount", "unshare", "hostname", "getent"),
     "disks": ("mount", "unshare"),
+    "processes": ("unshare", "mount"),
     "firewall": ("ip", "nft"),
     "ipv6": (),
     "shm": (),
@@ -63,6 +64,7 @@ _TRIES = {
     ),
     "firewall": _IN_A_HOST.format(host=_HOST, then=f"ip netns exec {_HOST} nft add table inet t"),
     "disks": "unshare --mount sh -c 'mount -t tmpfs -o size=64k none /mnt'",
+    "processes": "unshare --pid --fork --mount-proc true",
     "ipv6": "grep -qw lo /proc/net/if_inet6",
     "slurm": "test $(id -u) = 0",
 }
@@ -70,6 +72,7 @@ _RIGHTS = {
     "hosts": "the right to make network namespaces (root with CAP_NET_ADMIN and CAP_SYS_ADMIN)",
     "firewall": "the right to filter packets (root with CAP_NET_ADMIN, and a kernel with nftables)",
     "disks": "the right to mount (root with CAP_SYS_ADMIN)",
+    "processes": "the right to make process namespaces (root with CAP_SYS_ADMIN)",
     "ipv6": "IPv6, with the address ::1",
     "slurm": "root",
 }

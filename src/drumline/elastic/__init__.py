@@ -1,8 +1,8 @@
 """Starts the ranks of this machine, watches them, and restarts them after a failure.
 
 `launch` is the entry point. `supervisor` runs one attempt after another: `rendezvous` (with `leader`) decides which
-hosts take part, `rank_process` forks the ranks, `watch` reads their heartbeats, `diagnosis` finds the first cause.
-The protocol between supervisor and ranks is described in `parallel/attempt.py`.
+hosts take part, `rank_process` forks the ranks, `scratch` makes the folder of their heartbeats, `watch` reads these,
+`diagnosis` finds the first cause. The protocol between supervisor and ranks is described in `parallel/attempt.py`.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from drumline.elastic.leader import is_here
     from drumline.elastic.lifetime import die_with_parent
     from drumline.elastic.rank_process import start_server
-    from drumline.elastic.supervisor import newest_attempt
+    from drumline.elastic.scratch import newest_attempt
     from drumline.elastic.torchrun import under_torchrun
     from drumline.elastic.watch import Beat, read_pulse
 

@@ -66,7 +66,8 @@ class End:
     @property
     def is_early(self) -> bool:
         """Whether it exited with 0 before the run was over."""
-        return self.code == 0 and self.phase != "ending" and (self.to_end or self.phase not in ("", "starting"))
+        may_exit = ("", "ending") if self.to_end else ("", "starting", "ending")  # "": it has no heartbeat
+        return self.code == 0 and self.phase not in may_exit
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,10 @@ def record_cause(error: BaseException) -> None:
         "traceback": trace,
         "time": time.time(),
     }
-    attempt.write(attempt.cause(rank), json.dumps(said))
+    try:
+        attempt.write(attempt.cause(rank), json.dumps(said))
+    except OSError:  # there is no room
+        sys.stderr.write(trace)
 
 
 def read_end(attempt: Attempt, rank: int, *, pid: int, code: int | None) -> End:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +22,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from drumline.elastic.diagnosis import Cause, End, blame, cause_of_another_host, first_cause, hang_cause, read_end
 from drumline.elastic.rank_process import Ranks, end_server, start_server
 from drumline.elastic.rendezvous import Hosts, Rendezvous
+from drumline.elastic.scratch import Scratch
 from drumline.elastic.watch import Beat, Hang, Stacks, Watch, read_pulse, read_run_dir
 from drumline.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError, PeersLostError, RunLostError
 from drumline.files import RunFolder, publish
@@ -31,7 +30,6 @@ from drumline.parallel import ATTEMPT, Attempt
 from drumline.signals import SHOW_STACKS, counting
 
 _POLL_S = 0.05
-_SCRATCH = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 _BARREN = 3
 """Number of consecutive crashes without progress after which the run fails."""
 _SAVE_S, _LEAVE_S, _SYMPTOM_S = 600.0, 5.0, 1.0
@@ -67,8 +65,8 @@ class Supervisor:
         self._rendezvous = rendezvous
         self._max_restarts = max_restarts
         self._limit_s = limit_s
-        self._scratch = _scratch()
-        self._attempt = Attempt(self._scratch)
+        self._scratch = Scratch()
+        self._attempt = Attempt(Path(os.devnull))  # none yet
         self._ranks = Ranks()
         self._watch = Watch(limit_s)
         self._stops: list[int] = []
@@ -93,7 +91,7 @@ class Supervisor:
                 self._may_raise = False
                 self._ranks.kill()
                 self._rendezvous.leave(finished=False)
-                shutil.rmtree(self._scratch, ignore_errors=True)
+                self._scratch.remove()
 
     def _attempts_until_the_end(self) -> int:
         while True:
@@ -121,15 +119,15 @@ class Supervisor:
     def _start(self, hosts: Hosts) -> None:
         """Start the ranks of the next attempt."""
         self._attempts += 1
-        self._attempt = Attempt.numbered(self._scratch, self._attempts)
-        self._attempt.folder.mkdir()
+        first = hosts.first_rank
+        self._attempt = self._scratch.attempt(self._attempts, range(first, first + self._nproc))
         self._ranks, self._watch = Ranks(), Watch(self._limit_s)
         self._asked_s = None
         self._excused = 0
         self._other_hosts = len(hosts.ranks) > 1
         for local_rank in range(self._nproc):
             environ = {**os.environ, **self._place(hosts, local_rank)}
-            self._ranks.start(hosts.first_rank + local_rank, environ, self._work)
+            self._ranks.start(first + local_rank, environ, self._work)
 
     def _place(self, hosts: Hosts, local_rank: int) -> dict[str, str]:
         """The environment variables of a rank, with torchrun's names."""
@@ -319,24 +317,6 @@ class Supervisor:
 def _say(*lines: str) -> None:
     sys.stderr.write("".join(line + "\n" for line in lines))
     sys.stderr.flush()
-
-
-def _scratch() -> Path:
-    """A folder in shared memory for heartbeats, named after this process; folders of dead processes are removed."""
-    where = next(path for path in _SCRATCH if os.access(path, os.W_OK))
-    for old in where.glob("drumline-*-*"):
-        pid = old.name.split("-")[1]
-        if pid.isdigit() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"drumline-{os.getpid()}-", dir=where))
-
-
-def newest_attempt(launcher_pid: int) -> Attempt | None:
-    """The current attempt of a launcher on this host, for external observers."""
-    folders: list[Path] = []
-    with contextlib.suppress(FileNotFoundError):  # removed by a launcher that is exiting
-        folders += [path for where in _SCRATCH for path in where.glob(f"drumline-{launcher_pid}-*/attempt-*")]
-    return max(map(Attempt, folders), key=lambda attempt: attempt.number, default=None)
 
 
 def _process_state(pid: int) -> str:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from drumline.parallel.place import find_place, slurm_hosts
     from drumline.parallel.stragglers import Pace, Stopwatch
     from drumline.parallel.strategies import Plain, Strategy, make_strategy
-    from drumline.parallel.supervised import CHECKSUM, PROGRESS, TICK, TICK_AT, SupervisedPulse
+    from drumline.parallel.supervised import CHECKSUM, PROGRESS, TICK, TICK_AT, SupervisedPulse, reserve_record
     from drumline.parallel.world import Place, World, join, leave, own_place
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

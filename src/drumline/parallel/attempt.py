@@ -1,7 +1,7 @@
 """One attempt to run all ranks, and what a rank and its supervisor exchange in the attempt's folder.
 
 A supervisor starts the ranks of its host as often as needed. Each attempt has its own folder in shared memory,
-/dev/shm/drumline-PID-X/attempt-N, which ranks find through the variable DRUMLINE_ATTEMPT:
+/dev/shm/drumline-PID-X/attempt-N (elastic/scratch.py), which ranks find through the variable DRUMLINE_ATTEMPT:
 
     file          written by                  read by the supervisor
     pulse-RANK    the rank, continuously      phase, step, what it waits for, last progress, a tick: which rank hangs

@@ -10,12 +10,14 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import sys
 import threading
 import time
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
 
 from drumline.parallel.attempt import Attempt
 from drumline.parallel.heartbeat import Pulse
@@ -26,6 +28,18 @@ PROGRESS = struct.Struct("=dqq16s64s")
 CHECKSUM, TICK = struct.Struct("=I"), struct.Struct("=d")
 TICK_AT = PROGRESS.size + CHECKSUM.size
 _TICK_EVERY_S = 0.1
+
+
+def reserve_record(path: Path) -> None:
+    """Make the file of a heartbeat with room for it; OSError if there is none.
+
+    A file that is only long enough gets its room when it is written: in a full /dev/shm, that kills with SIGBUS.
+    """
+    with path.open("a+b") as file:
+        if sys.platform == "linux":
+            os.posix_fallocate(file.fileno(), 0, TICK_AT + TICK.size)
+        else:
+            file.truncate(TICK_AT + TICK.size)
 
 
 class SupervisedPulse(Pulse):
@@ -45,19 +59,22 @@ class SupervisedPulse(Pulse):
         return self._attempt.number > 1
 
     def start(self, rank: int) -> None:
-        show_stacks(self._attempt.stacks(rank).open("w", encoding="utf-8"))
-        with self._attempt.pulse(rank).open("a+b") as file:
-            file.truncate(TICK_AT + TICK.size)
-            self._record = mmap.mmap(file.fileno(), 0)
+        show_stacks(self._stacks(rank))
+        with suppress(OSError):  # there is no room: it goes on, but nobody watches it
+            reserve_record(self._attempt.pulse(rank))
+            with self._attempt.pulse(rank).open("r+b") as file:
+                self._record = mmap.mmap(file.fileno(), 0)
         self._tick()
         self.at("starting", 0)
         threading.Thread(target=self._keep_ticking, name="pulse", daemon=True).start()
 
     def promise_an_ending(self) -> None:
-        self._attempt.to_end.touch()
+        with suppress(OSError):
+            self._attempt.to_end.touch()
 
     def tell_run_dir(self, path: Path) -> None:
-        self._attempt.write(self._attempt.run_dir, str(path.absolute()))
+        with suppress(OSError):
+            self._attempt.write(self._attempt.run_dir, str(path.absolute()))
 
     def at(self, phase: str, step: int, *, waits_for: str = "") -> None:
         self._phase, self._step, self._waits_for = phase, step, waits_for
@@ -76,6 +93,12 @@ class SupervisedPulse(Pulse):
     def stop(self) -> None:
         self.at("ending", self._step)
         self._ended.set()
+
+    def _stacks(self, rank: int) -> TextIO:
+        try:
+            return self._attempt.stacks(rank).open("w", encoding="utf-8")
+        except OSError:
+            return open(os.devnull, "w", encoding="utf-8")
 
     def _wait(self, what: str) -> None:
         if what != self._waits_for:
