@@ -25,7 +25,7 @@ from typing import Any, Literal
 from drumline.elastic.watch import Beat, Hang, read_pulse
 from drumline.parallel import Attempt, SupervisedPulse
 
-Kind = Literal["hang", "signal", "exception", "exit", "lost peer"]
+Kind = Literal["hang", "signal", "exception", "exit", "lost peer", "server"]
 
 _SYMPTOMS = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|DistNetworkError|DistStoreError|failed to recv"
@@ -76,6 +76,7 @@ class Cause:
 
     host: str
     rank: int
+    """-1: none, but the process that a host's ranks are forked from"""
     pid: int
     step: int | None
     kind: Kind
@@ -93,12 +94,12 @@ class Cause:
     def line(self) -> str:
         happened = {"signal": "was killed by", "hang": "was", "exception": "failed with", "exit": "exited with code"}
         at = "" if self.step is None else f" at step {self.step:,}"
-        who = f"rank {self.rank} on {self.host} (process {self.pid})"
+        who = "the process that ranks are forked from" if self.kind == "server" else f"rank {self.rank}"
+        who = f"{who} on {self.host} (process {self.pid})"
         where = f", in {self.place}" if self.place else ""
         early = " before the end of the run" if (self.kind, self.what) == ("exit", "0") else ""
-        return (
-            f"{who} {happened.get(self.kind, 'lost the other ranks:')} {' '.join(self.what.split())}{at}{where}{early}"
-        )
+        did = happened.get(self.kind, "" if self.kind == "server" else "lost the other ranks:")
+        return " ".join(f"{who} {did} {self.what}".split()) + f"{at}{where}{early}"
 
     @property
     def details(self) -> list[str]:
@@ -148,6 +149,13 @@ def first_cause(ends: Sequence[End]) -> Cause:
     failed = [end for end in ends if end.code not in (0, None) or end.is_early] or list(ends)
     first = min(failed, key=lambda end: (end.is_symptom, (end.code or 0) >= 0, end.said["time"] if end.said else 0))
     return _cause(first, others=tuple(_brief(end) for end in ends if end is not first))
+
+
+def server_cause(pid: int, code: int, ends: Sequence[End]) -> Cause:
+    """All ranks here have died with the process that they were forked from. code: negative for a signal"""
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    step = max((end.step for end in ends if end.step is not None), default=None)
+    return Cause(host=socket.gethostname(), rank=-1, pid=pid, step=step, kind="server", what=how)
 
 
 def blame(hang: Hang, ends: Sequence[End], stacks: dict[int, str]) -> Hang | None:

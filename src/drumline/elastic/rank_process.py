@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
+import json
 import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker, util
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -26,7 +31,8 @@ from drumline.signals import blocked, start_afresh
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _spawn = util.spawnv_passfds
-_LONGEST_TMPDIR = 60
+_LONGEST_TMPDIR, _LONGEST_CODE = 60, 1 << 17
+_POLL_S = 0.01
 _PRELOAD = [
     "drumline.elastic.preload",  # must be first: the rest takes seconds
     "torch._dynamo",
@@ -39,19 +45,39 @@ _PRELOAD = [
 that cannot use it."""
 
 
+UNKNOWN = 255
+"""The exit code of a rank whose server is gone, which alone would know it."""
+_SERVER_ENDS_S = 1.0
+_spare: list[tuple[int, socket.socket]] = []
+"""The process that becomes the server if the first one dies, and where it is told to."""
+
+
+@dataclass(frozen=True)
+class _NotStarted:
+    """In the place of a rank's process, if the server died before it could start one."""
+
+    pid: int | None = None
+    exitcode: int | None = UNKNOWN
+
+    def join(self) -> None:
+        pass
+
+
 class Ranks:
     """The rank processes of one attempt."""
 
     def __init__(self) -> None:
-        self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
+        self._processes: dict[int, multiprocessing.process.BaseProcess | _NotStarted] = {}
 
-    def start(self, rank: int, environ: dict[str, str], work: Callable[[], Any]) -> int:
-        """Call `work` as this rank; returns the process id."""
+    def start(self, rank: int, environ: dict[str, str], work: Callable[[], Any]) -> None:
+        """Call `work` as this rank."""
         process = _CONTEXT.Process(target=_rank, args=(environ, work), name=f"rank {rank}")
-        process.start()
-        self._processes[rank] = process
-        assert process.pid is not None
-        return process.pid
+        try:
+            process.start()
+        except (EOFError, ConnectionError):
+            self._processes[rank] = _NotStarted()
+        else:
+            self._processes[rank] = process
 
     def codes(self) -> dict[int, int | None]:
         """Exit code by rank: None while it is running, negative if it was killed by a signal."""
@@ -87,8 +113,25 @@ def start_server(nproc: int, *, early: bool = False) -> None:
     _keep_paths_short()
     resource_tracker.ensure_running()  # if it started with the server, it would unblock the signals
     # Signals that are blocked now stay blocked in the server: Ctrl-C is handled by the launcher.
-    with _forking() if early else contextlib.nullcontext(), blocked():
+    with _forking() if early else _taking_the_spare(), blocked():
+        if early:
+            _keep_a_spare()
         forkserver.ensure_running()
+
+
+def server_end() -> tuple[int, int] | None:
+    """(process id, exit code) of the server if it has died, and all ranks with it; the code is negative for a signal.
+
+    Only after a rank has ended in a way that nobody knows. The server is gone a moment later than its connections.
+    """
+    pid: int | None = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    deadline = time.monotonic() + _SERVER_ENDS_S
+    while pid is not None and time.monotonic() < deadline:
+        # Not reaped: multiprocessing does that when it starts the next one.
+        if ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            return pid, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        time.sleep(_POLL_S)
+    return None
 
 
 @contextlib.contextmanager
@@ -110,20 +153,72 @@ def _forking() -> Iterator[None]:
 def _fork(path: str, words: list[str], passed: list[int]) -> int:
     """Replacement for `spawnv_passfds` that forks: `words` end with the Python code that the server runs."""
     pid = os.fork()
-    if pid:
-        return pid
+    if pid == 0:
+        forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # the caller holds the copied one
+        _serve(words[-1], passed)
+    return pid
+
+
+def _serve(code: str, passed: Sequence[int]) -> NoReturn:
+    """Be the server, in a process that was forked for it."""
     try:
         util.spawnv_passfds = _spawn  # for programs that ranks start
-        for name in os.listdir("/dev/fd"):
-            if int(name) > 2 and int(name) not in passed:
-                with contextlib.suppress(OSError):
-                    os.close(int(name))
-        forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]  # the caller holds the copied one
-        exec(words[-1], {})
+        _close_all_but(passed)
+        exec(code, {})
     except Exception:
         traceback.print_exc()
     finally:
         os._exit(EXIT_CRASHED)
+
+
+def _close_all_but(kept: Sequence[int]) -> None:
+    for name in os.listdir("/dev/fd"):
+        if int(name) > 2 and int(name) not in kept:
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+
+
+def _keep_a_spare() -> None:
+    """Fork a process that waits to become the server, so that a second one need not import torch either."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        _spare.append((pid, ours))
+        return
+    die_with_parent()
+    _close_all_but([theirs.fileno()])
+    said, given, *_ = socket.recv_fds(theirs, _LONGEST_CODE, 2)
+    if not said:
+        os._exit(0)  # the launcher has ended
+    wanted = json.loads(said)
+    # The code has the numbers that these files have in the launcher; a high one is in nobody's way.
+    aside = [fcntl.fcntl(fd, fcntl.F_DUPFD, max(wanted["passed"]) + 1) for fd in given]
+    for fd, number in zip(aside, wanted["passed"], strict=True):
+        os.dup2(fd, number)
+    _serve(wanted["code"], wanted["passed"])
+
+
+@contextlib.contextmanager
+def _taking_the_spare() -> Iterator[None]:
+    """Make multiprocessing use the spare as its server if it needs another one."""
+    if not _spare:
+        yield
+        return
+    util.spawnv_passfds = _take_the_spare  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = _spawn
+
+
+def _take_the_spare(path: str, words: list[str], passed: list[int]) -> int:
+    """Replacement for `spawnv_passfds`; if the spare is gone too, another interpreter is started."""
+    pid, told = _spare.pop()
+    with told, contextlib.suppress(OSError):
+        socket.send_fds(told, [json.dumps({"code": words[-1], "passed": passed}).encode()], passed)
+        return pid
+    return _spawn(path, words, passed)  # type: ignore[arg-type]
 
 
 def _keep_paths_short() -> None:

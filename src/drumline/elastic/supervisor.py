@@ -19,8 +19,17 @@ from typing import Any
 import psutil
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from drumline.elastic.diagnosis import Cause, End, blame, cause_of_another_host, first_cause, hang_cause, read_end
-from drumline.elastic.rank_process import Ranks, end_server, start_server
+from drumline.elastic.diagnosis import (
+    Cause,
+    End,
+    blame,
+    cause_of_another_host,
+    first_cause,
+    hang_cause,
+    read_end,
+    server_cause,
+)
+from drumline.elastic.rank_process import UNKNOWN, Ranks, end_server, server_end, start_server
 from drumline.elastic.rendezvous import Hosts, Rendezvous
 from drumline.elastic.scratch import Scratch
 from drumline.elastic.watch import Beat, Hang, Stacks, Watch, read_pulse, read_run_dir
@@ -206,6 +215,9 @@ class Supervisor:
                 return mistakes[0] if mistakes else None  # everything is saved: continue with other hosts
             if given:
                 return given[0]
+        if UNKNOWN in codes.values() and (died := server_end()):
+            start_server(self._nproc)
+            return server_cause(*died, ends)
         return first_cause(ends)
 
     def _patience_s(self) -> float:
