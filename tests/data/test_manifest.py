@@ -1,4 +1,3 @@
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -10,6 +9,7 @@ from drumline.data.opening import open_tokens, read_manifest
 from drumline.data.tokenizer import Tokenizer
 from drumline.data.tokens import TOKENIZER, FileRecord, Manifest, TokenWriter
 from drumline.errors import DataError
+from drumline.files import verified
 
 FILES = ("train.bin", "train.documents.bin", "train.names.txt", TOKENIZER)
 
@@ -84,7 +84,7 @@ def test_another_tokenizer_is_refused(folder: Path) -> None:
 def test_a_verified_folder_is_not_hashed_again_until_it_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_tokens(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(hashlib, "file_digest", never_hash)
+        patch.setattr(verified, "_hashed", never_hash)
         open_tokens(folder)
         later = (folder / "train.bin").stat().st_mtime_ns + 1
         os.utime(folder / "train.bin", ns=(later, later))

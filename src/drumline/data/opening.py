@@ -5,14 +5,13 @@ Reads the token files of nanoGPT (raw uint16), llm.c and modded-nanogpt (with a 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +36,8 @@ from drumline.data.tokens import (
     split_files,
 )
 from drumline.errors import DataError
-from drumline.files import file_sha256, replace_text
+from drumline.files import Parts, verify
 
-STAMPS = "verified.json"
 UNFINISHED = re.compile(r".+\.partial-\w+-\d+")
 """The name of a folder that is being written: NAME.partial-HOST-PID."""
 HEADER_BYTES = 256 * 4
@@ -117,14 +115,35 @@ def _open_prepared(folder: Path, split: str, *, vocab_size: int | None) -> Token
             fix=f"use --vocab_size {manifest.vocab_size}, or tokens with a smaller vocabulary",
         )
     tokens, ends, names = split_files(split)
-    _verify(folder, manifest, (TOKENIZER, tokens, ends, names))
+    for name in (TOKENIZER, tokens, ends, names):
+        _size_checked(folder / name, manifest.files[name])
+    parts = verify(folder, {name: manifest.files[name].sha256 for name in (TOKENIZER, tokens, ends, names)})
     for name, items, width in ((tokens, record.tokens, np.dtype(manifest.dtype).itemsize), (ends, record.documents, 8)):
         if manifest.files[name].bytes != items * width or items == 0:
             raise DataError(
                 f"{folder / name} has {manifest.files[name].bytes} bytes, which is not {items} items of {width} bytes",
                 fix=f"remove {folder} and run drumline prepare again",
             )
-    return map_split(folder, manifest, split)
+    opened = map_split(folder, manifest, split)
+    return CheckedTokens.of(opened, parts[tokens])
+
+
+@dataclass(frozen=True)
+class CheckedTokens(TokenFile):
+    """Tokens that are compared with what was prepared when they are first read."""
+
+    parts: Parts | None = None
+
+    @classmethod
+    def of(cls, file: TokenFile, hashes: list[int]) -> CheckedTokens:
+        parts = Parts(file.path, file.tokens.view(np.uint8).data, hashes)
+        parts.check_some()
+        return cls(**{each.name: getattr(file, each.name) for each in fields(TokenFile)}, parts=parts)
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        if self.parts is not None:
+            self.parts.check(start * self.tokens.itemsize, stop * self.tokens.itemsize)
+        return super().read(start, stop)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -180,7 +199,7 @@ def manifest_of_key(folder: Path, key: str, *, source: str) -> Manifest:
     return manifest
 
 
-def _size_checked(path: Path, record: FileRecord) -> os.stat_result:
+def _size_checked(path: Path, record: FileRecord) -> None:
     again = f"copy it again, or remove {path.parent} and run drumline prepare again"
     try:
         stat = path.stat()
@@ -189,33 +208,6 @@ def _size_checked(path: Path, record: FileRecord) -> os.stat_result:
     if stat.st_size != record.bytes:
         state = "truncated" if stat.st_size < record.bytes else "too long"
         raise DataError(f"{path} is {state}: {stat.st_size} bytes, but {record.bytes} in its manifest", fix=again)
-    return stat
-
-
-def _verify(folder: Path, manifest: Manifest, names: tuple[str, ...]) -> None:
-    """Hash files that changed since they were last hashed, and remember those that are valid."""
-    try:
-        stamps = dict(json.loads((folder / STAMPS).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        stamps = {}
-    new_stamps = {}
-    for name in names:
-        path, record = folder / name, manifest.files[name]
-        stat = _size_checked(path, record)
-        stamp = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": record.sha256}
-        if stamps.get(name) == stamp:
-            continue
-        sha256 = file_sha256(path)
-        if sha256 != record.sha256:
-            what = "not the tokenizer of these tokens" if name == TOKENIZER else "damaged or modified"
-            raise DataError(
-                f"{path} is {what}: sha256 {sha256[:12]}, but {record.sha256[:12]} in its manifest",
-                fix=f"copy it again, or remove {folder} and run drumline prepare again",
-            )
-        new_stamps[name] = stamp
-    if new_stamps:
-        with contextlib.suppress(OSError):  # a read-only folder works too; it is just hashed every time
-            replace_text(folder / STAMPS, json.dumps(stamps | new_stamps, indent=2) + "\n")
 
 
 def _bin_file(folder: Path, split: str) -> Path | None:
