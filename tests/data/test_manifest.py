@@ -48,7 +48,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-def never_hash(*_: object) -> None:
+def never_hash(*_: object, **__: object) -> None:
     raise AssertionError("hashed again")
 
 

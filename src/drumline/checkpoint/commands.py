@@ -15,7 +15,7 @@ from drumline.checkpoint.retention import Retention, leftovers, reasons, step_of
 from drumline.checkpoint.snapshots import Snapshots
 from drumline.config import read_settings
 from drumline.errors import CheckpointError, ConfigError
-from drumline.files import CHECKPOINT_PREFIX, RunFolder, stored_config
+from drumline.files import CHECKPOINT_PREFIX, RunFolder, refuse_links, stored_config
 
 _HOLD_WAIT_S = 1.0
 
@@ -78,6 +78,8 @@ def export_checkpoint(
         chosen, damaged = _newest_whole(folder)
     else:
         chosen = open_checkpoint(_chosen(folder, step)[0])
+    if out is None:
+        refuse_links(folder)
     file = out or folder.checkpoints
     file = file / single_file_name(chosen.step) if file.is_dir() else file
     if file.exists() and not force:

@@ -45,6 +45,10 @@ def find_snapshots(run: RunFolder, world: World, *, takes: bool) -> Snapshots | 
     if not takes and not snapshot_folder(run_id).exists():
         return None
     from drumline.checkpoint.snapshots import Snapshots
+    from drumline.files import make_private
+
+    if not make_private(snapshot_folder(run_id).parent):
+        return None
 
     snapshots = Snapshots.of(run, run_id)
     if world.place.local_rank == 0:
@@ -53,5 +57,6 @@ def find_snapshots(run: RunFolder, world: World, *, takes: bool) -> Snapshots | 
 
 
 def snapshot_folder(run_id: str) -> Path:
-    """Where a run's snapshots are on this host. Never another user's."""
+    """Where a run's snapshots are on this host. run_id: of `RunFolder.run_id`, which is never a path"""
+    assert run_id.isalnum(), run_id
     return MEMORY / f"drumline-{os.getuid()}" / run_id

@@ -117,7 +117,8 @@ def _open_prepared(folder: Path, split: str, *, vocab_size: int | None) -> Token
     tokens, ends, names = split_files(split)
     for name in (TOKENIZER, tokens, ends, names):
         _size_checked(folder / name, manifest.files[name])
-    parts = verify(folder, {name: manifest.files[name].sha256 for name in (TOKENIZER, tokens, ends, names)})
+    sha256s = {name: manifest.files[name].sha256 for name in (TOKENIZER, tokens, ends, names)}
+    parts = verify(folder, sha256s, tokenizer=TOKENIZER)
     for name, items, width in ((tokens, record.tokens, np.dtype(manifest.dtype).itemsize), (ends, record.documents, 8)):
         if manifest.files[name].bytes != items * width or items == 0:
             raise DataError(

@@ -200,9 +200,8 @@ def _make(recipe: Recipe, out: Path, progress: ProgressCallback, skipped: Skippe
         try:
             partial.rename(out)
         except OSError:
-            existing = _existing(
-                out, recipe.key, source=recipe.corpus.source
-            )  # another process may have created it in the meantime
+            # Another process may have created it in the meantime.
+            existing = _existing(out, recipe.key, source=recipe.corpus.source)
             if existing is None:
                 raise
             manifest = existing

@@ -9,13 +9,12 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from drumline.files import Lock
+from drumline.files import Lock, is_own_folder
 from drumline.parallel import Attempt, reserve_record
 
 _MEMORY = Path("/dev/shm")
@@ -73,7 +72,7 @@ def newest_attempt(launcher_pid: int) -> Attempt | None:
     folders: list[Path] = []
     with suppress(FileNotFoundError):  # removed by a launcher that is exiting
         for where in _places():
-            own = [path for path in where.glob(f"drumline-{launcher_pid}-*") if _is_ours(path)]
+            own = [path for path in where.glob(f"drumline-{launcher_pid}-*") if is_own_folder(path)]
             folders += [attempt for path in own for attempt in path.glob("attempt-*")]
     return max(map(Attempt, folders), key=lambda attempt: attempt.number, default=None)
 
@@ -101,7 +100,7 @@ def _remove_abandoned(where: Path) -> None:
     """Remove the folders of this user's launchers that are gone."""
     for path in where.glob("drumline-*-*"):
         with suppress(OSError):
-            if not _is_ours(path):
+            if not is_own_folder(path):
                 continue
             lock = os.open(path / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
@@ -109,9 +108,3 @@ def _remove_abandoned(where: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether this is a folder of this user, and not a link to one."""
-    found = path.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()

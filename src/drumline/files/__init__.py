@@ -3,7 +3,7 @@
 disk: replace, append lines, flush, hash and lock files. run_folder: the layout of a run folder, its status, and the
 lock that keeps a second process out (undoing: a run that is refused leaves it as it was). journal: events.jsonl and
 status.json. runs: which folder a new run takes, its stored config, and its state. streams: closed standard streams.
-verified: files that are compared with their hashes, as a whole and in parts.
+private: what others may have prepared, and is not used. verified: files that are compared with their hashes.
 """
 
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from drumline.files.disk import LineFile, Lock, PostponedError, file_sha256, flush, replace_text
     from drumline.files.events import EVENTS, publish
     from drumline.files.journal import Journal
+    from drumline.files.private import is_own_folder, make_private, refuse_links
     from drumline.files.run_folder import CHECKPOINT_PREFIX, RunFolder, choose_folder
     from drumline.files.runs import (
         is_unfinished,

@@ -30,6 +30,7 @@ def replace_text(path: Path, text: str) -> None:
     """Write a small file atomically, even across a power failure."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        aside.unlink(missing_ok=True)  # it may be a link to somewhere, in a folder that came from elsewhere
         aside.write_text(text, encoding="utf-8")
         flush(aside)
         os.replace(aside, path)
@@ -117,11 +118,13 @@ class Lock:
 
     def __init__(self, path: Path) -> None:
         try:
-            self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError:
             if not path.exists():
                 raise
-            self.descriptor = os.open(path, os.O_RDONLY)  # works on a file system that has become read-only
+            self.descriptor = os.open(
+                path, os.O_RDONLY | os.O_NOFOLLOW
+            )  # works on a file system that has become read-only
         # A forked child shares the lock, and would keep it after its parent's death.
         os.register_at_fork(after_in_child=self.close)
 

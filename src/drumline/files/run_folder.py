@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import socket
 import time
 import uuid
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 CHECKPOINT_PREFIX = "step-"
 _HOLD_WAIT_S = 5.0
+_is_run_id = re.compile("[0-9a-f]{32}").fullmatch
+"""Whether a text is the name of a run. Anything else is not used: it could be a path, such as ../../home."""
 
 
 class RunFolder:
@@ -60,11 +64,14 @@ class RunFolder:
     def run_id(self) -> str:
         """A unique name: no other run has it, not even a later one at the same path."""
         if not self._run_id:
-            with suppress(OSError):
-                if not self.identity.exists():
-                    replace_text(self.identity, uuid.uuid4().hex)
+            with suppress(OSError, ValueError):
                 self._run_id = self.identity.read_text(encoding="utf-8").strip()
-        self._run_id = self._run_id or uuid.uuid4().hex  # if it cannot be written, it lives as long as the process
+            if not _is_run_id(self._run_id):
+                if self._run_id:
+                    logging.getLogger(__name__).warning("%s is no id of a run; it gets a new one", self.identity)
+                self._run_id = uuid.uuid4().hex  # if it cannot be written, it lives as long as the process
+                with suppress(OSError):
+                    replace_text(self.identity, self._run_id)
         return self._run_id
 
     @contextmanager
@@ -117,15 +124,8 @@ class RunFolder:
 
         OSError if it cannot be written: a Journal keeps that from ending a run.
         """
-        status = {
-            "state": state,
-            "step": step,
-            "total_steps": total_steps,
-            **more,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
+        status = {"state": state, "step": step, "total_steps": total_steps, **more}
+        status |= {"pid": os.getpid(), "host": socket.gethostname(), "updated": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         replace_text(self.status, json.dumps(status, indent=2) + "\n")
 
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from drumline.files.disk import replace_text
+from drumline.files.private import refuse_links
 from drumline.files.run_folder import RunFolder
 
 Contents = dict[str, bytes | int | None]
@@ -16,7 +17,8 @@ Contents = dict[str, bytes | int | None]
 
 
 def contents(folder: RunFolder) -> Contents:
-    """What `undo` needs to know about a folder that exists."""
+    """What `undo` needs to know about a folder that exists, whose files must be in it."""
+    refuse_links(folder)
     hidden = (folder.identity, folder.resumed, folder.lock)
     replaced = (folder.config, folder.trainer, folder.tokenizer, folder.data, *hidden)
     there: Contents = {}

@@ -26,8 +26,11 @@ _START_S = 0.2
 _MOST_AT_START = 1000
 
 
-def verify(folder: Path, sha256s: Mapping[str, str]) -> dict[str, list[int]]:
-    """The hashes of the parts of each file in a folder; DataError for a file that is not what its sha256 says."""
+def verify(folder: Path, sha256s: Mapping[str, str], *, tokenizer: str) -> dict[str, list[int]]:
+    """The hashes of the parts of each file in a folder; DataError for a file that is not what its sha256 says.
+
+    tokenizer: the name of that file
+    """
     try:
         stamps = dict(json.loads((folder / STAMPS).read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -38,7 +41,8 @@ def verify(folder: Path, sha256s: Mapping[str, str]) -> dict[str, list[int]]:
         stat = path.stat()
         stamp = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": sha256}
         if _parts_of(stamps.get(name), stamp) is None:
-            stamps[name] = {**stamp, "crc32": _hashed(path, sha256)}
+            what = "not the tokenizer of these tokens" if name == tokenizer else "damaged or modified"
+            stamps[name] = {**stamp, "crc32": _hashed(path, sha256, otherwise=what)}
     if stamps != before:
         with suppress(OSError):  # a read-only folder works too; it is just hashed every time
             replace_text(folder / STAMPS, json.dumps(stamps, indent=2) + "\n")
@@ -55,7 +59,7 @@ def _parts_of(known: Any, stamp: dict[str, Any]) -> list[int] | None:
     return None
 
 
-def _hashed(path: Path, sha256: str) -> str:
+def _hashed(path: Path, sha256: str, *, otherwise: str) -> str:
     """The hashes of a file's parts, in hex digits, if the whole has this sha256.
 
     crc32 is by far the fastest of Python's hashes, and damage is not made to deceive.
@@ -66,9 +70,8 @@ def _hashed(path: Path, sha256: str) -> str:
             whole.update(part)
             parts += f"{crc32(part):08x}"
     if whole.hexdigest() != sha256:
-        what = "not the tokenizer of these tokens" if path.name == "tokenizer.json" else "damaged or modified"
         raise DataError(
-            f"{path} is {what}: sha256 {whole.hexdigest()[:12]}, but {sha256[:12]} in its manifest", fix=_fix(path)
+            f"{path} is {otherwise}: sha256 {whole.hexdigest()[:12]}, but {sha256[:12]} in its manifest", fix=_fix(path)
         )
     return parts
 
