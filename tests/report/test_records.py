@@ -81,24 +81,27 @@ def test_every_line_of_metrics_is_strict_json_even_for_nan(tmp_path: Path) -> No
 def test_records_past_the_resumed_step_and_half_lines_are_forgotten(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
-    forget_after(file, 2)
+    forget_after(file, 2, warn=print)
     assert read_metrics(file) == [{"step": 1}, {"step": 2}]
 
 
 @pytest.mark.needs("disks")
-def test_forgetting_keeps_the_file_whole_at_every_moment_and_needs_no_room(small_disk: Path) -> None:
+def test_forgetting_keeps_the_file_whole_at_every_moment_and_needs_no_room(
+    small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = small_disk / "metrics.jsonl"
     file.write_text(
         "".join(json.dumps({"step": step}) + "\n" for step in range(100)) + "not JSON\n" + '{"step": 100}\n'
     )
     inode = file.stat().st_ino
     fill(small_disk)
-    forget_after(file, 100)
+    forget_after(file, 100, warn=print)
     assert [record["step"] for record in read_metrics(file)] == [*range(101)]
-    forget_after(file, 41)
+    assert capsys.readouterr().out == f"warning: line 101 of {file} is damaged and was ignored\n"
+    forget_after(file, 41, warn=print)
     assert [record["step"] for record in read_metrics(file)] == [*range(42)]
     assert file.stat().st_ino == inode  # cut off, which a kill cannot find half done
-    forget_after(small_disk / "none.jsonl", 3)
+    forget_after(small_disk / "none.jsonl", 3, warn=print)
     assert not (small_disk / "none.jsonl").exists()
 
 

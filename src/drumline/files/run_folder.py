@@ -112,12 +112,12 @@ class RunFolder:
             lock.close()
 
     def read_status(self) -> dict[str, Any]:
-        """The last status of the run; {} if there is none."""
+        """The last status of the run, without numbers that are none; {} if there is no status."""
         try:
-            status = json.loads(self.status.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            status = dict(json.loads(self.status.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
             return {}
-        return status if isinstance(status, dict) else {}
+        return {k: v for k, v in status.items() if k not in ("step", "total_steps", "pid") or isinstance(v, int)}
 
     def write_status(self, state: str, *, step: int, total_steps: int, **more: Any) -> None:
         """Replace status.json atomically.

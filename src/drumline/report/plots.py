@@ -20,7 +20,7 @@ def plot_loss(metrics: Path, out: Path, *, title: str) -> None:
         ("loss", "training", {"lw": 1.0, "alpha": 0.75}),
         ("valid_loss", "validation", {"lw": 1.5, "marker": "o", "ms": 4}),
     ):
-        points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
+        points = [(record["step"], record[key]) for record in records if isinstance(record.get(key), int | float)]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, **style)
     axes.set(title=title, xlabel="step", ylabel="loss (nats per token)")

@@ -186,18 +186,18 @@ class JsonlSink:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records of a metrics.jsonl; a truncated last line is ignored."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
+    """All records of a metrics.jsonl; damaged lines are ignored."""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
     return [record for line in lines if (record := parsed(line)) is not None]
 
 
 def parsed(line: bytes) -> Record | None:
-    """A line of metrics.jsonl; None if it is truncated."""
+    """A line of metrics.jsonl; None if it is damaged: a record is a JSON object with a step."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) else None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def format_record(record: Record, *, total_steps: int, formats: Formats = FORMATS) -> str:

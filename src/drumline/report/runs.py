@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from drumline.report.records import read_metrics
 def list_runs(where: Path) -> Iterator[dict[str, Any]]:
     """One row per run in a folder: name, state, step, last losses, last update."""
     for folder in run_folders(where):
-        records, status = read_metrics(folder.metrics), folder.read_status()
+        records, status = list[dict[str, Any]](), folder.read_status()
+        with suppress(OSError):  # not ours to read
+            records = read_metrics(folder.metrics)
         yield {
             "run": str(folder.path),
             "state": run_state(folder),
@@ -29,4 +32,4 @@ def list_runs(where: Path) -> Iterator[dict[str, Any]]:
 
 
 def _last(records: list[dict[str, Any]], key: str) -> float | None:
-    return next((record[key] for record in reversed(records) if record.get(key) is not None), None)
+    return next((record[key] for record in reversed(records) if isinstance(record.get(key), int | float)), None)

@@ -112,7 +112,8 @@ class History:
         if self._world.is_rank0 and metrics.exists():
             from drumline.report import forget_after
 
-            self._records.attempt(str(metrics), lambda: forget_after(metrics, state.step if state else -1))
+            step, warn = state.step if state else -1, self._records.say
+            self._records.attempt(str(metrics), lambda: forget_after(metrics, step, warn=warn))
         return state
 
     def running_statistics(self) -> list[torch.Tensor]:
