@@ -7,13 +7,9 @@ import fcntl
 import hashlib
 import os
 import time
-from collections import deque
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 
-_KEPT_LINES = 100_000
-_LINES_AT_ONCE = 1_000
 _LOCK_RETRY_S = 0.05
 
 
@@ -45,56 +41,23 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class PostponedError(OSError):
-    """The disk did not accept it; it is kept and written as soon as the disk does."""
-
-
 class LineFile:
-    """Appends whole lines to a file, each once and in order, even if the disk fails for a while.
+    """Appends whole lines to a file, even if the disk fails for a while.
 
-    The file is opened for every write: it may be replaced, or its disk may disappear and come back. The backlog is
-    bounded: beyond `keep` lines the oldest are dropped, and close() reports how many are missing.
+    The file is opened for every write: it may be replaced, or its disk may disappear and come back.
     """
 
-    def __init__(self, path: Path, *, keep: int = _KEPT_LINES) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._keep, self._dropped = keep, 0
-        self._waiting: deque[bytes] = deque()
         self._whole_bytes: int | None = None  # size of the file before a write that failed
 
     def append(self, line: str) -> None:
-        """Write a line, after the backlog; PostponedError if it has to wait too."""
-        self._waiting.append(line.encode("utf-8", errors="replace") + b"\n")
-        while len(self._waiting) > self._keep:
-            self._waiting.popleft()
-            self._dropped += 1
-        self.flush()
-
-    def flush(self) -> None:
-        """Write the backlog."""
-        try:
-            while self._waiting:
-                lines = list(islice(self._waiting, _LINES_AT_ONCE))
-                self._write(b"".join(lines))
-                for _ in lines:
-                    self._waiting.popleft()
-        except OSError as error:
-            raise PostponedError(error.errno, error.strerror, str(self.path)) from error
-
-    def close(self) -> None:
-        """Try one last time; OSError if lines are missing for good."""
-        with suppress(OSError):
-            self.flush()
-        if missing := self._dropped + len(self._waiting):
-            raise OSError(f"{self.path} lacks {missing:,} lines that could not be written")
-
-    def _write(self, lines: bytes) -> None:
-        """All of the lines or none; close can fail too, if a network disk reports late that it is full."""
+        """All of the line or nothing; close can fail too, if a network disk reports late that it is full."""
         try:
             with self.path.open("ab", buffering=0) as file:
                 self._cut(file.fileno())
                 self._whole_bytes = os.fstat(file.fileno()).st_size
-                rest = memoryview(lines)
+                rest = memoryview(line.encode("utf-8", errors="replace") + b"\n")
                 while rest:  # a disk that is almost full writes the beginning, and only then fails
                     rest = rest[file.write(rest) :]
         except OSError:

@@ -7,8 +7,7 @@ import os
 from contextlib import suppress
 from typing import Any
 
-EVENTS = "DRUMLINE_EVENTS"
-"""Environment variable: a file or FIFO for events, as lines of JSON, from all processes of a command."""
+from drumline.files.journal import EVENTS
 
 
 def publish(event: dict[str, Any]) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from drumline.files.disk import LineFile
-from drumline.files.events import publish
 from drumline.files.run_folder import RunFolder
 
+EVENTS = "DRUMLINE_EVENTS"
+"""Environment variable: a file or FIFO for events, as lines of JSON, from all processes of a command."""
 Attempt = Callable[[str, Callable[[], object]], None]
-"""attempt(what, write): call `write`, and report an OSError as a problem with `what` instead of raising it."""
+"""attempt(what, write): call `write`, now or later but in order, and report an OSError as a problem with `what`."""
 
 
 class Journal:
@@ -21,21 +24,22 @@ class Journal:
     def __init__(self, folder: RunFolder, *, attempt: Attempt, writes: bool = True) -> None:
         self._folder, self._attempt, self._writes = folder, attempt, writes
         self._events = LineFile(folder.events)
-        self.began = False
-        """Whether `status` was called here: before that, the status is from an earlier process."""
+        self.step: int | None = None
+        """Of the last `status`; None before the first: the status is from an earlier process."""
 
-    def event(self, name: str, /, **facts: Any) -> None:
-        """Append a line to events.jsonl; if the disk fails, it is written with a later one."""
+    def event(self, event: str, **facts: Any) -> None:
+        """Append a line to events.jsonl."""
         if self._writes:
-            publish({"event": name, **facts})
-            line = json.dumps({"event": name, **facts, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+            if EVENTS in os.environ:
+                from drumline.files.events import publish
+
+                publish({"event": event, **facts})
+            line = json.dumps({"event": event, **facts, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
             self._attempt(str(self._events.path), lambda: self._events.append(line))
 
     def status(self, state: str, *, step: int, total_steps: int, **more: Any) -> None:
         """Replace status.json."""
         if self._writes:
-            self._attempt(
-                str(self._folder.status),
-                lambda: self._folder.write_status(state, step=step, total_steps=total_steps, **more),
-            )
-            self.began = True
+            write = partial(self._folder.write_status, state, step=step, total_steps=total_steps, **more)
+            self._attempt(str(self._folder.status), write)
+            self.step = step

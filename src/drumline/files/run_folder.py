@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +88,7 @@ class RunFolder:
             from drumline.files.runs import not_writable
 
             raise not_writable(self, error) from None
-        try:
+        with closing(lock):
             if not lock.take(wait_s=wait_s):
                 from drumline.files.runs import in_use
 
@@ -108,16 +108,12 @@ class RunFolder:
 
                     undo(self, before, missing)
                 raise
-        finally:
-            lock.close()
 
     def read_status(self) -> dict[str, Any]:
         """The last status of the run, without numbers that are none; {} if there is no status."""
-        try:
-            status = dict(json.loads(self.status.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            return {}
-        return {k: v for k, v in status.items() if k not in ("step", "total_steps", "pid") or isinstance(v, int)}
+        from drumline.files.runs import read_status
+
+        return read_status(self)
 
     def write_status(self, state: str, *, step: int, total_steps: int, **more: Any) -> None:
         """Replace status.json atomically.

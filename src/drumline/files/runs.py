@@ -88,6 +88,14 @@ def origin(folder: RunFolder) -> dict[str, Any]:
     return stored if isinstance(stored, dict) else {}
 
 
+def read_status(folder: RunFolder) -> dict[str, Any]:
+    try:
+        status = dict(json.loads(folder.status.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+    return {k: v for k, v in status.items() if k not in ("step", "total_steps", "pid") or isinstance(v, int)}
+
+
 def run_state(folder: RunFolder) -> str:
     """finished, stopped, failed or running; lost if it says running but its process is gone from this host.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import (
@@ -24,17 +24,30 @@ _MERGING = "merging pairs"
 """The part of training a tokenizer whose progress is unknown: a bar of its own, which only moves."""
 
 
-def training_bar(total_steps: int) -> Progress:
-    bar = Progress(
-        TextColumn("training"),
-        BarColumn(bar_width=None),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        transient=True,
-    )
-    bar.add_task("training", total=total_steps)
-    return bar
+class TrainingBar:
+    """The steps of a run, below all that it prints."""
+
+    def __init__(self, total_steps: int) -> None:
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            transient=True,
+        )
+        self._task = self._bar.add_task("training", total=total_steps)
+        self._bar.start()
+
+    def at(self, step: int) -> None:
+        self._bar.update(self._task, completed=step)
+
+    def print(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def stop(self) -> None:
+        with suppress(OSError, ValueError):  # the terminal is closed
+            self._bar.stop()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 metrics.jsonl is what plots are made from; everything else shows the same records in another form. A sink has
 write(record) and close(); if it fails, it is disabled with a warning and the run continues. The same goes for a disk
 that is full, read-only or unreachable, and for a closed console: this is reported once, where possible, and retried.
+All but the console is written by threads (writer.py), so that no step waits for it.
 """
 
 from __future__ import annotations
@@ -10,21 +11,26 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from drumline.files import LineFile, PostponedError
+from drumline.files import LineFile
+from drumline.report.writer import Writer
 from drumline.units import count, duration
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from drumline.report.bars import TrainingBar
 
 Record = dict[str, Any]
 Formats = dict[str, Callable[[Any], str]]
 _CONSOLE = "the console"
+_SOON_S, _PATIENCE_S = 1.0, 30.0
+"""How long the end of a run waits for a disk that hangs: without a word, and at most."""
 FORMATS: Formats = {
     "loss": lambda v: f"loss {v:.4f}",
     "valid_loss": lambda v: f"validation loss {v:.4f}",
@@ -47,7 +53,7 @@ class Sink(Protocol):
 
 
 class Records:
-    """Passes each record to every sink, and messages to those that show them."""
+    """Passes each record to every sink, and messages to those that show them; only the console is waited for."""
 
     formats = FORMATS
 
@@ -56,106 +62,105 @@ class Records:
         self._log = LineFile(log) if log else None
         self._silent = silent
         self._total_steps = 0
-        self._bar: Progress | None = None
-        self._failing: dict[object, str] = {}
+        self._bar: TrainingBar | None = None
+        self._writers: dict[str, Writer] = {}
+        self._order = threading.RLock()  # console and log have the same lines in the same order
 
     def write(self, record: Record) -> None:
-        self._line(format_record(record, total_steps=self._total_steps, formats=self.formats))
+        self.say(format_record(record, total_steps=self._total_steps, formats=self.formats))
         for sink in list(self.sinks):
-            try:
-                sink.write(record)
-                self._works(sink)
-            except PostponedError as error:
-                self._fails(sink, str(error.filename), error)
-            except Exception as error:
-                self._drop(sink, error)
+            self.later(_name(sink), partial(self._give, sink, partial(sink.write, record)))
 
     def at(self, step: int) -> None:
         """After each step, logged or not: moves the progress bar."""
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step)
+            self._bar.at(step)
 
     def say(self, message: str) -> None:
         """Print a message: console and train.log."""
-        self._line(message)
+        with self._order:
+            self.attempt(_CONSOLE, partial(self._show, message))
+            if self._log is not None:
+                self.later(str(self._log.path), partial(self._log.append, message))
 
     def attempt(self, what: str, write: Callable[[], object]) -> None:
-        """Write something that a run can do without: a disk error is reported once, and the run continues."""
-        try:
-            write()
-        except OSError as error:
-            self._fails(what, what, error)
-        else:
-            self._works(what)
+        """Write something that a run can do without: an error is reported once, and the run continues."""
+        self._writer(what).now(write)
+
+    def later(self, what: str, write: Callable[[], object]) -> None:
+        """The same without waiting for the disk, and retried; in order for each `what`."""
+        self._writer(what).put(write)
+
+    def flush(self, *, patient: bool = False) -> bool:
+        """Whether all is written; waits for that, and some time for a disk that hangs."""
+        patience_s = _PATIENCE_S if patient else 0.0
+        for what, writer in list(self._writers.items()):
+            if writer.settle(_SOON_S) and patience_s:
+                self.say(f"waiting for {what}, {patience_s:.0f} s at most")
+                patience_s *= not writer.settle(patience_s)
+        return not sum(writer.settle(0) for writer in list(self._writers.values()))
 
     @contextmanager
     def showing_progress(self, total_steps: int) -> Iterator[None]:
         """Records inside are of a run of this length; on a terminal, a progress bar is shown."""
         self._total_steps = total_steps
         if sys.stdout.isatty() and not self._silent:
-            from drumline.report.bars import training_bar
+            from drumline.report.bars import TrainingBar
 
-            self._bar = training_bar(total_steps)
-            self._bar.start()
+            self._bar = TrainingBar(total_steps)
         try:
             yield
         finally:
-            self._stop_progress()
+            self._stop_bar()
 
-    def _stop_progress(self) -> None:
-        if self._bar is not None:
-            bar, self._bar = self._bar, None
-            with suppress(OSError, ValueError):  # the terminal is closed
-                bar.stop()
+    def _stop_bar(self) -> None:
+        if (bar := self._bar) is not None:
+            self._bar = None
+            bar.stop()
 
     def close(self) -> None:
-        for sink in list(self.sinks):
-            try:
-                sink.close()
-            except Exception as error:
-                self._drop(sink, error)
-        if self._log is not None:
-            log, self._log = self._log, None
-            try:
-                log.close()
-            except OSError as error:
-                self._line(f"warning: {error}")
-        if _CONSOLE in self._failing:
+        is_written = self.flush(patient=True)
+        for sink in [each for each in self.sinks if not isinstance(each, JsonlSink)]:
+            self.later(_name(sink), partial(self._give, sink, sink.close))
+        self.flush(patient=is_written)
+        self._log = None
+        for what, writer in list(self._writers.items()):
+            if lines := writer.settle(0):
+                self.say(f"warning: {what} lacks {lines:,} lines that could not be written")
+        if self._writer(_CONSOLE).fails:
             from drumline.files import forget_stdout
 
             forget_stdout()
 
-    def _line(self, text: str) -> None:
-        self.attempt(_CONSOLE, lambda: self._show(text))
-        if (log := self._log) is not None:
-            self.attempt(str(log.path), lambda: log.append(text))
+    def _writer(self, what: str) -> Writer:
+        return self._writers.setdefault(what, Writer(what, self.say))
+
+    def _give(self, sink: Sink, give: Callable[[], None]) -> None:
+        """metrics.jsonl is retried if it fails, other sinks are disabled."""
+        try:
+            if sink in self.sinks:
+                give()
+        except (Exception, SystemExit) as error:
+            if isinstance(sink, JsonlSink):
+                raise
+            self.sinks.remove(sink)
+            self.say(f"warning: {_name(sink)} failed and is disabled ({type(error).__name__}: {error})")
 
     def _show(self, text: str) -> None:
         try:
-            if self._bar is not None:
-                self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            if (bar := self._bar) is not None:
+                bar.print(text)
             elif not self._silent:
                 print(text, flush=True)
         except (OSError, ValueError) as error:  # ValueError: closed, or an encoding without this character
-            self._stop_progress()
+            self._stop_bar()
+            if not self._writer(_CONSOLE).fails:
+                to_stderr(f"warning: cannot write to the console ({error})")
             raise OSError(str(error)) from error
 
-    def _fails(self, thing: object, what: str, error: OSError) -> None:
-        if thing in self._failing:
-            return
-        self._failing[thing] = what
-        text = f"warning: cannot write to {what} ({error.strerror or error}); the run continues and retries"
-        if what == _CONSOLE:
-            to_stderr(text)
-        self._line(text)
 
-    def _works(self, thing: object) -> None:
-        if thing in self._failing:
-            self._line(f"{self._failing.pop(thing)} is writable again")
-
-    def _drop(self, sink: Sink, error: Exception) -> None:
-        self.sinks.remove(sink)
-        self._line(f"warning: {type(sink).__name__} failed and is disabled ({type(error).__name__}: {error})")
+def _name(sink: Sink) -> str:
+    return str(getattr(sink, "path", type(sink).__name__))
 
 
 def flush_console() -> None:
@@ -171,10 +176,10 @@ def to_stderr(text: str) -> None:
 
 
 class JsonlSink:
-    """metrics.jsonl: one JSON object per line. Lines that cannot be written are kept for later (PostponedError)."""
+    """metrics.jsonl: one JSON object per line."""
 
     def __init__(self, path: Path) -> None:
-        self._file = LineFile(path)
+        self.path, self._file = path, LineFile(path)
 
     def write(self, record: Record) -> None:
         # NaN is not valid JSON: strict parsers would reject the line.
@@ -182,7 +187,7 @@ class JsonlSink:
         self._file.append(json.dumps(clean))
 
     def close(self) -> None:
-        self._file.close()
+        """Nothing is open between two lines."""
 
 
 def read_metrics(path: Path) -> list[Record]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from drumline.checkpoint import Saver, find_snapshots
 from drumline.errors import DrumlineError, TrainingError
-from drumline.files import Journal, RunFolder
+from drumline.files import Journal
 from drumline.parallel import Pulse, own_pulse, versions
 from drumline.report import Record, Records
 from drumline.signals import stopping
@@ -32,8 +32,8 @@ def assembled(
         open_parts.enter_context(records.showing_progress(intervals.total_steps))
         pulse = own_pulse()
         stop = open_parts.enter_context(stopping(supervised=pulse.is_supervised))
-        journal = Journal(folder, attempt=records.attempt, writes=world.is_rank0)
-        open_parts.enter_context(_failures_named(folder, journal, intervals))
+        journal = Journal(folder, attempt=records.later, writes=world.is_rank0)
+        open_parts.enter_context(_failures_named(journal, intervals))
         tell = partial(_tell, records, journal, intervals)
         guard = Guard(setup.guard_rules, world, setup.batches, setup.step.precision, tell=tell)
         snapshots = find_snapshots(folder, world, takes=intervals.snapshot_every > 0)
@@ -69,8 +69,7 @@ def _tell(records: Records, journal: Journal, intervals: Intervals, message: str
     """To the user, if there is a message, and to events.jsonl; only on rank 0."""
     if message:
         records.say(message)
-    facts = dict(event)
-    journal.event(facts.pop("event"), **facts)
+    journal.event(**event)
     if event["event"] == "saved":
         journal.status("running", step=event["step"], total_steps=intervals.total_steps)
 
@@ -101,13 +100,12 @@ def _saving(
 
 
 @contextmanager
-def _failures_named(folder: RunFolder, journal: Journal, intervals: Intervals) -> Iterator[None]:
+def _failures_named(journal: Journal, intervals: Intervals) -> Iterator[None]:
     """Record the cause of a failure in status.json; a run that was refused at the start stays unchanged."""
     try:
         yield
     except BaseException as error:
-        if journal.began:
+        if journal.step is not None:
             cause = error.problem if isinstance(error, DrumlineError) else f"{type(error).__name__}: {error}"
-            step = folder.read_status().get("step", 0)
-            journal.status("failed", step=step, total_steps=intervals.total_steps, cause=cause)
+            journal.status("failed", step=journal.step, total_steps=intervals.total_steps, cause=cause)
         raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,31 +34,32 @@ class History:
         tell: Callable[[str, dict[str, Any]], None],
     ) -> None:
         """tell: (message, event) for the user and events.jsonl"""
-        self._setup, self._intervals, self._facts = setup, intervals, setup.all_facts()
-        self._folder, self._world, self._step = setup.folder, setup.world, setup.step
-        self._guard, self._saver, self._snapshots = guard, saver, snapshots
-        self._records, self._journal, self._tell = records, journal, tell
-        self._detours: list[list[int]] = []
+        self._setup, self.intervals, self._facts = setup, intervals, setup.all_facts()
+        self.folder, self.world, self._step = setup.folder, setup.world, setup.step
+        self._guard, self.saver, self._snapshots = guard, saver, snapshots
+        self.records, self._journal, self.tell = records, journal, tell
+        self.detours: list[list[int]] = []
         parameters = dict(setup.step.model.named_parameters())
         self._statistics = [name for name in weights(setup.step.model) if name not in parameters]
 
     @property
     def rollbacks(self) -> int:
-        return len(self._detours)
+        return len(self.detours)
 
     def begin(self) -> int:
         """The step to continue with."""
-        state = self._restore(self._setup.resume_from)
-        self._folder.began = True
+        state = self.restore(self._setup.resume_from)
+        self.folder.began = True
         step = state.step if state else 0
-        self._detours = state.detours if state else []
+        self.detours = state.detours if state else []
         if state:
             self._journal.event("resumed", step=step)
-        if self._world.on_rank0(self._folder.checkpoint(step).exists):
-            self._saver.saved_step = step
+        if self.world.on_rank0(self.folder.checkpoint(step).exists):
+            self.saver.saved_step = step
         elif self._setup.resume_from != "auto" or (step == 0 and self._guard.rules.may_go_back):
-            self._saver.save(self.state(step))  # so that a restart before the next save finds this run's own checkpoint
+            self.saver.save(self.state(step))  # so that a restart before the next save finds this run's own checkpoint
         self.status("running", step)
+        self.records.flush()
         return step
 
     def state(self, step: int, valid_loss: float | None = None) -> RunState:
@@ -67,40 +67,31 @@ class History:
             step=step,
             facts=self._facts,
             scaler=self._step.precision.scaler.state_dict(),
-            detours=self._detours,
+            detours=self.detours,
             losses=list(self._guard.losses),
             valid_loss=valid_loss,
         )
 
     def status(self, state: str, step: int, **more: Any) -> None:
-        self._journal.status(state, step=step, total_steps=self._intervals.total_steps, **more)
+        self._journal.status(state, step=step, total_steps=self.intervals.total_steps, **more)
 
     def data_step(self, step: int) -> int:
         """The step whose data is used: its own, unless rollbacks skipped data."""
-        return step + sum(left_out for since, left_out in self._detours if since <= step)
+        return step + sum(left_out for since, left_out in self.detours if since <= step)
 
     def go_back(self, step: int) -> int:
         """Return to the newest checkpoint, and skip the data of the steps since."""
-        from drumline.train.trouble import rolled_back, step_to_go_back_to
+        from drumline.train.trouble import go_back
 
-        self._saver.wait()
-        self._saver.forget_snapshots()
-        where = partial(step_to_go_back_to, self._folder, self._intervals.save_every, warn=self._records.say)
-        state = self._restore(self._world.on_rank0(where))
-        assert state is not None  # a run that may roll back saves before its first step
-        self._saver.saved_step = state.step
-        left_out = self.data_step(step) + 1 - self.data_step(state.step)
-        self._detours.append([state.step, left_out])
-        self._tell(*rolled_back(step + 1, state.step, left_out))
-        return state.step
+        return go_back(self, step)
 
-    def _restore(self, resume_from: str) -> RunState | None:
+    def restore(self, resume_from: str) -> RunState | None:
         state = None
-        if has_begun(resume_from, self._folder, self._world, self._snapshots):
+        if has_begun(resume_from, self.folder, self.world, self._snapshots):
             from drumline.checkpoint import resume  # not needed by a new run
 
-            run = (self._folder, self._world, self._step.model, self._step.optimizer)
-            allowed, say = self._setup.allow_change, self._records.say
+            run = (self.folder, self.world, self._step.model, self._step.optimizer)
+            allowed, say = self._setup.allow_change, self.records.say
             state = resume(
                 resume_from, *run, facts=self._facts, allow_change=allowed, snapshots=self._snapshots, say=say
             )
@@ -108,13 +99,16 @@ class History:
             self._step.precision.scaler.load_state_dict(state.scaler)
             self._guard.losses.clear()
             self._guard.losses.extend(state.losses)
-        metrics = self._folder.metrics
-        if self._world.is_rank0 and metrics.exists():
+        if self.world.is_rank0:
+            step = state.step if state else -1
+            self.records.later(str(self.folder.metrics), lambda: self._forget_after(step))
+        return state
+
+    def _forget_after(self, step: int) -> None:
+        if self.folder.metrics.exists():
             from drumline.report import forget_after
 
-            step, warn = state.step if state else -1, self._records.say
-            self._records.attempt(str(metrics), lambda: forget_after(metrics, step, warn=warn))
-        return state
+            forget_after(self.folder.metrics, step, warn=self.records.say)
 
     def running_statistics(self) -> list[torch.Tensor]:
         """Copies of buffers that forward changes, such as BatchNorm's running averages."""
@@ -127,4 +121,4 @@ class History:
     def share_statistics(self) -> None:
         """Each rank has its own statistics until the next forward, when DDP broadcasts rank 0's; so do we."""
         with waiting_for("rank 0's buffers"):
-            self._world.broadcast([self._step.model.get_buffer(name) for name in self._statistics])
+            self.world.broadcast([self._step.model.get_buffer(name) for name in self._statistics])

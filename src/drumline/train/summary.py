@@ -75,7 +75,8 @@ def _show_results(config: TrainConfig, data: Data, setup: Setup, records: Record
     folder, generate, next_steps = setup.folder, room("generate"), ["drumline runs"]
     path = shlex.quote(str(folder.path))
     title = f"{config.model.preset} on {config.data.train_data_path}"
-    records.attempt(str(folder.loss_plot), lambda: plot_loss(folder.metrics, folder.loss_plot, title=title))
+    if records.flush(patient=True):
+        records.attempt(str(folder.loss_plot), lambda: plot_loss(folder.metrics, folder.loss_plot, title=title))
     if data.valid is not None:
         next_steps.insert(0, f"drumline evaluate {path}")
     if data.tokenizer is not None and generate.can_write(setup.step.model):

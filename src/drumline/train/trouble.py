@@ -8,8 +8,9 @@ import math
 import socket
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +22,9 @@ from drumline.parallel import World, odd_ones, waiting_for
 from drumline.train.guard import Guard, ReplicaDriftError, Verdict
 from drumline.train.setup import due
 from drumline.train.step import StepResult
+
+if TYPE_CHECKING:
+    from drumline.train.history import History
 
 _NAMES_SHOWN = 8
 
@@ -142,6 +146,21 @@ def replica_digest(model: nn.Module) -> str:
         width = next(w for w in (4, 2, 1) if bits.numel() % w == 0 and bits.storage_offset() % w == 0)
         sums.append(bits.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]).sum(dtype=torch.int64))
     return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).hexdigest()[:16]
+
+
+def go_back(history: History, step: int) -> int:
+    """Return to the newest checkpoint, and skip the data of the steps since."""
+    history.saver.wait()
+    history.saver.forget_snapshots()
+    where = partial(step_to_go_back_to, history.folder, history.intervals.save_every, warn=history.records.say)
+    state = history.restore(history.world.on_rank0(where))
+    assert state is not None  # a run that may roll back saves before its first step
+    history.saver.saved_step = state.step
+    left_out = history.data_step(step) + 1 - history.data_step(state.step)
+    history.detours.append([state.step, left_out])
+    history.tell(*rolled_back(step + 1, state.step, left_out))
+    history.records.flush()
+    return state.step
 
 
 def step_to_go_back_to(folder: RunFolder, save_every: Fraction, *, warn: Callable[[str], None]) -> str:

@@ -1,0 +1,154 @@
+"""Whole runs on a disk that hangs, or is slow: no step waits for it, and what it answers to is written."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.ranks import run_ranks
+from helpers.small import small
+from helpers.warm import Warm
+
+from drumline.errors import EXIT_FAILED
+from drumline.files.run_folder import RunFolder
+from drumline.report.records import read_metrics
+
+TIMEOUT_S = 120
+STEPS = 200
+FLAGS = small("--train_data_path", "text", "--run_dir", "run", "--total_steps", str(STEPS), "--save_every", "1000")
+
+
+class Said:
+    """What a process prints, as it comes."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.text = ""
+        self._process = process
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.text += line
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert self._process.poll() is None and time.monotonic() < deadline, self.text
+            time.sleep(0.01)
+
+    def end(self) -> int:
+        code = self._process.wait(TIMEOUT_S)
+        self._reading.join(TIMEOUT_S)
+        return code
+
+
+def hang(metrics: Path) -> None:
+    """From now on nothing that writes to metrics.jsonl returns; what it had so far is in `before`."""
+    os.link(metrics, "before")
+    os.mkfifo("pipe")
+    os.replace("pipe", metrics)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_hangs_holds_up_no_step_and_loses_no_line_if_it_answers_in_the_end(here: Path, ranks: int) -> None:
+    flags = [*FLAGS, "--nproc", str(ranks)] if ranks > 1 else FLAGS
+    metrics = here / "run/metrics.jsonl"
+    with Warm(
+        [sys.executable, "-m", "drumline", "train", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            said = Said(process)
+            said.wait_for(lambda: read_metrics(metrics))
+            hang(metrics)
+            said.wait_for(lambda: f"step {STEPS:>4}/{STEPS}" in said.text)
+            said.wait_for(lambda: "waiting for run/metrics.jsonl, 30 s at most" in said.text)
+            answers = os.open(metrics, os.O_RDWR)
+            after = b""
+            while b'"step": 200, "valid_loss"' not in after:
+                after += os.read(answers, 1 << 16)
+            assert said.end() == 0, said.text
+            os.close(answers)
+        finally:
+            process.kill()
+    lines = Path("before").read_bytes().splitlines() + after.splitlines()
+    assert [r["step"] for r in map(json.loads, lines) if "loss" in r] == [*range(1, STEPS + 1)]
+    assert "restarting" not in said.text and "lacks" not in said.text
+    assert RunFolder(here / "run").read_status()["state"] == "finished"
+
+
+def train_without_metrics() -> int:
+    """A run whose metrics.jsonl is a pipe that nobody reads, and which is not waited for as long."""
+    from drumline.cli.app import run_command
+    from drumline.report import records
+
+    records._PATIENCE_S, records._SOON_S = 1.0, 0.2
+    return run_command(["train", *FLAGS])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_never_answers_ends_no_run_and_what_is_lost_is_told(here: Path, ranks: int) -> None:
+    (here / "run").mkdir()
+    os.mkfifo(here / "run/metrics.jsonl")
+    outcomes = run_ranks(train_without_metrics, [() for _ in range(ranks)])
+    assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes
+    said, folder = outcomes[0].out, RunFolder(here / "run")
+    assert f"step {STEPS:>4}/{STEPS}" in said and "waiting for run/metrics.jsonl, 1 s at most" in said
+    # Each step, and a validation after each tenth.
+    assert f"warning: run/metrics.jsonl lacks {STEPS + 10} lines that could not be written" in said, said
+    assert folder.read_status()["state"] == "finished" and folder.read_status()["step"] == STEPS
+    assert folder.log.read_text().count("| loss ") == STEPS
+    assert read_metrics(folder.events)[-1]["event"] == "saved"
+
+
+SLOW = """
+import sys, time
+from drumline.files.disk import LineFile
+append = LineFile.append
+def slowly(self, line):
+    time.sleep(0.01)
+    append(self, line)
+LineFile.append = slowly
+from drumline.cli.app import main
+main()
+"""
+
+
+@pytest.mark.parametrize("ends", ["at its last step", "with an error", "when asked to stop"])
+def test_however_a_run_ends_its_last_line_is_on_a_disk_that_is_slow(here: Path, ends: str) -> None:
+    more = {
+        "at its last step": ["--total_steps", "50"],
+        "with an error": ["--lr", "1e38", "--warmup_steps", "0", "--on_nonfinite", "halt", "--grad_clip", "0"],
+        "when asked to stop": ["--total_steps", "100000"],
+    }[ends]
+    with Warm(
+        [sys.executable, "-c", SLOW, "train", *small(*FLAGS, *more)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            said = Said(process)
+            if ends == "when asked to stop":
+                said.wait_for(lambda: "30/100,000" in said.text)
+                process.terminate()
+            code = said.end()
+        finally:
+            process.kill()
+    folder = RunFolder(here / "run")
+    assert code == {"at its last step": 0, "with an error": EXIT_FAILED, "when asked to stop": 75}[ends], said.text
+    shown = [line for line in said.text.splitlines() if "| loss" in line]
+    assert len([record for record in read_metrics(folder.metrics) if "loss" in record]) == len(shown) > 0
+    status = folder.read_status()
+    assert status["state"] == {0: "finished", EXIT_FAILED: "failed", 75: "stopped"}[code]
+    assert [line for line in folder.log.read_text().splitlines() if "| loss" in line] == shown
+    assert "lacks" not in said.text
