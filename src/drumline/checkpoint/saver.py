@@ -91,7 +91,7 @@ class Saver:
             from drumline.checkpoint.parts import Parts
 
             self._parts = Parts(folder, world, self._token)
-        self._identified = folder.identity.exists()
+        self._run_id = folder.stored_id()
         self._staging = Staging(world.device)
         self._prepared: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
@@ -104,6 +104,8 @@ class Saver:
         self._job: _Job | None = None
         self._count = self._failures = 0
         self._retry_at = 0.0
+        self.has_no_folder = False
+        """Whether somebody has deleted the run folder, as rank 0 knows: the run should stop."""
         self.saved_step: int | None = None
         """The newest step that rank 0 knows to be on disk, saved by this process."""
 
@@ -173,12 +175,12 @@ class Saver:
 
     def finish(self, state: RunState, *, give_up: Callable[[], bool]) -> None:
         """Make sure that the last step is on disk, however long the disk fails."""
+        final = self._folder.checkpoint(state.step)
         while True:
             self.wait()
             with waiting_for("the last checkpoint to be written"):
-                saved, stop = self._world.on_rank0(
-                    lambda: [self.saved_step == state.step, give_up() and self._failures >= _LAST_TRIES]
-                )
+                saved = self._world.on_rank0(lambda: self.saved_step == state.step and final.exists())
+                stop = self._world.on_rank0(lambda: self.has_no_folder or (give_up() and self._failures >= _LAST_TRIES))
             if saved:
                 return
             if stop:
@@ -203,7 +205,7 @@ class Saver:
         return replace(state, optimizer=optimizer_state(self._model, self._optimizer)[1])
 
     def _write_part(self, own: dict[str, Tensor], aside: Path, state_bytes: int) -> FileFacts:
-        if self._identified and not self._folder.identity.exists():  # a folder of that name may be on another disk
+        if self._run_id != self._folder.stored_id():  # a folder of that name may be on another disk, or another run's
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder.path))
         if self._world.is_rank0:
             aside.parent.mkdir(exist_ok=True)
@@ -237,8 +239,9 @@ class Saver:
         return done
 
     def _failed(self, job: _Job, why: str) -> None:
-        from drumline.checkpoint.trouble import failed_save
+        from drumline.checkpoint.trouble import failed_save, is_deleted
 
+        self.has_no_folder = is_deleted(self._folder)
         shutil.rmtree(job.aside, ignore_errors=True)
         self._job = None
         pause_s = min(_RETRY_S[1], _RETRY_S[0] * 2 ** min(self._failures, 10))

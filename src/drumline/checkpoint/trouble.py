@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from drumline.checkpoint.checkpoints import RunState, checkpoint_paths
+from drumline.checkpoint.checkpoints import RunState, checkpoint_paths, commit
 from drumline.checkpoint.resuming import MEMORY
 from drumline.checkpoint.retention import step_of
 from drumline.checkpoint.snapshots import Snapshots
+from drumline.checkpoint.storage import write_tensors
 from drumline.errors import CheckpointError, DrumlineError
-from drumline.files import RunFolder
-from drumline.parallel import World
+from drumline.files import RunFolder, replace_text
+from drumline.parallel import World, waiting_for
 from drumline.units import count
 
 
@@ -38,12 +42,59 @@ def failed_save(
     )
 
 
+def is_deleted(folder: RunFolder) -> bool:
+    """Whether the run folder was removed, even if another run is there now. A disk that is gone may come back."""
+    try:
+        if folder.held is None or os.fstat(folder.held.descriptor).st_nlink > 0:
+            return False
+    except OSError:
+        return False
+    return folder.stored_id() != folder.run_id()
+
+
 def end_unsaved(folder: RunFolder, world: World, tensors: dict[str, Tensor], state: RunState) -> NoReturn:
-    """End a run that was asked to stop and whose disk fails; all ranks call this."""
-    in_memory = world.on_rank0(lambda: keep_in_memory(folder, tensors, state))
-    error = unsaved(folder, state.step, in_memory=in_memory)
-    error.reported = not world.is_rank0
-    raise error
+    """End a run that was asked to stop and whose disk fails, or whose folder was deleted; all ranks call this."""
+
+    def on_rank0() -> list[str]:
+        if is_deleted(folder):
+            error = deleted(folder, state.step, rescued=rescue(folder, tensors, state))
+        else:
+            error = unsaved(folder, state.step, in_memory=keep_in_memory(folder, tensors, state))
+        return [error.problem, error.fix]
+
+    with waiting_for("the last checkpoint to be written"):
+        problem, fix = world.on_rank0(on_rank0)
+    raise CheckpointError(problem, fix=fix, reported=not world.is_rank0)
+
+
+def rescue(folder: RunFolder, tensors: dict[str, Tensor], state: RunState) -> Path | None:
+    """Save the state where the deleted run folder was, or beside, if another run is there now; None: that failed."""
+    beside = (folder.path.with_name(f"{folder.path.name}-{number}") for number in itertools.count(2))
+    place = next(path for path in beside if not path.exists()) if folder.stored_id() else folder.path
+    new = RunFolder(place)
+    aside = new.checkpoints / f".{RunFolder.checkpoint_name(state.step)}.{os.getpid()}"
+    try:
+        aside.mkdir(parents=True)
+        replace_text(new.identity, folder.run_id())
+        whole = {name: tensor.cpu() for name, tensor in tensors.items()}
+        files = write_tensors(whole, aside, part=0, parts=1, reached=lambda point: None)
+        commit(aside, new.checkpoint(state.step), state, files, about={})
+    except OSError:
+        shutil.rmtree(aside, ignore_errors=True)
+        return None
+    folder.status = new.status
+    return place
+
+
+def deleted(folder: RunFolder, step: int, *, rescued: Path | None) -> CheckpointError:
+    """The error of a run whose folder was deleted."""
+    what = f"the run folder {folder.path} was deleted while the run was training; "
+    if rescued is None:
+        return CheckpointError(what + f"step {step:,} could not be saved there", fix="start the run again")
+    return CheckpointError(
+        what + f"step {step:,} is saved in {rescued}",
+        fix=f"run the same command again with --run_dir {shlex.quote(str(rescued))} to resume",
+    )
 
 
 def keep_in_memory(folder: RunFolder, tensors: dict[str, Tensor], state: RunState) -> bool:

@@ -51,6 +51,7 @@ class RunFolder:
         """Exists once --resume_from was followed, so that restarted ranks do not follow it again."""
         self.identity = path / ".id"
         self._run_id = ""
+        self.held: Lock | None = None
         self.began = False
         """Whether training has begun here; until then, an error leaves the folder as it was (`hold`)."""
 
@@ -64,8 +65,7 @@ class RunFolder:
     def run_id(self) -> str:
         """A unique name: no other run has it, not even a later one at the same path."""
         if not self._run_id:
-            with suppress(OSError, ValueError):
-                self._run_id = self.identity.read_text(encoding="utf-8").strip()
+            self._run_id = self.stored_id()
             if not _is_run_id(self._run_id):
                 if self._run_id:
                     logging.getLogger(__name__).warning("%s is no id of a run; it gets a new one", self.identity)
@@ -73,6 +73,12 @@ class RunFolder:
                 with suppress(OSError):
                     replace_text(self.identity, self._run_id)
         return self._run_id
+
+    def stored_id(self) -> str:
+        """The name of the run that is in this folder now; empty if there is none."""
+        with suppress(OSError, ValueError):
+            return self.identity.read_text(encoding="utf-8").strip()
+        return ""
 
     @contextmanager
     def hold(self, *, wait_s: float = _HOLD_WAIT_S) -> Iterator[None]:
@@ -93,6 +99,7 @@ class RunFolder:
                 from drumline.files.runs import in_use
 
                 raise in_use(self)
+            self.held = lock
             if not missing:
                 from drumline.files.undoing import contents
 

@@ -56,8 +56,7 @@ def is_merging(progress: PrepareProgress) -> bool:
 
 
 def _phase(progress: PrepareProgress) -> str:
-    stage = STAGES[progress.stage]
-    return f"{stage}: merging pairs" if is_merging(progress) else stage
+    return STAGES[progress.stage] + (": merging pairs" if is_merging(progress) else "")
 
 
 def _line(progress: PrepareProgress, elapsed_s: float) -> str:
@@ -77,6 +76,5 @@ def amount(progress: PrepareProgress) -> str:
 
 
 def speed(progress: PrepareProgress, elapsed_s: float) -> list[str]:
-    if not progress.text_bytes or not elapsed_s or is_merging(progress):
-        return []
-    return [f"{progress.text_bytes / 1e6 / elapsed_s:.1f} MB/s of text"]
+    known = progress.text_bytes and elapsed_s and not is_merging(progress)
+    return [f"{progress.text_bytes / 1e6 / elapsed_s:.1f} MB/s of text"] if known else []

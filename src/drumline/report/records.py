@@ -60,8 +60,7 @@ class Records:
     def __init__(self, sinks: Sequence[Sink], *, log: Path | None, silent: bool = False) -> None:
         self.sinks = list(sinks)
         self._log = LineFile(log) if log else None
-        self._silent = silent
-        self._total_steps = 0
+        self._silent, self._total_steps = silent, 0
         self._bar: TrainingBar | None = None
         self._writers: dict[str, Writer] = {}
         self._order = threading.RLock()  # console and log have the same lines in the same order
@@ -111,12 +110,9 @@ class Records:
         try:
             yield
         finally:
-            self._stop_bar()
-
-    def _stop_bar(self) -> None:
-        if (bar := self._bar) is not None:
-            self._bar = None
-            bar.stop()
+            if self._bar is not None:
+                self._bar.stop()
+                self._bar = None
 
     def close(self) -> None:
         is_written = self.flush(patient=True)
@@ -153,7 +149,8 @@ class Records:
             elif not self._silent:
                 print(text, flush=True)
         except (OSError, ValueError) as error:  # ValueError: closed, or an encoding without this character
-            self._stop_bar()
+            if bar is not None:
+                bar.stop()
             if not self._writer(_CONSOLE).fails:
                 to_stderr(f"warning: cannot write to the console ({error})")
             raise OSError(str(error)) from error

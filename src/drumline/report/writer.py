@@ -14,8 +14,6 @@ _SLOW_S = 10.0
 """A disk that takes longer for a write is said to hang."""
 _KEPT = 100_000
 
-Write = Callable[[], object]
-
 
 class Writer:
     """Tells of the first write that fails or hangs, and when one works again. What waits is retried with the next.
@@ -25,12 +23,12 @@ class Writer:
 
     def __init__(self, what: str, say: Callable[[str], None]) -> None:
         self._what, self._say = what, say
-        self._waiting: deque[Write] = deque()
+        self._waiting: deque[Callable[[], object]] = deque()
         self._changed = threading.Condition()
         self._since = math.inf  # when the current write began; inf: there is none, and no thread
         self._lost, self.fails = 0, False
 
-    def put(self, write: Write) -> None:
+    def put(self, write: Callable[[], object]) -> None:
         """Write this as soon as possible, after what waits already."""
         with self._changed:
             self._waiting.append(write)
@@ -42,7 +40,7 @@ class Writer:
         if is_slow:
             self._tell("it does not answer")
 
-    def now(self, write: Write) -> bool:
+    def now(self, write: Callable[[], object]) -> bool:
         """Write this now; whether it should be retried."""
         try:
             write()

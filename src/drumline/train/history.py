@@ -100,8 +100,7 @@ class History:
             self._guard.losses.clear()
             self._guard.losses.extend(state.losses)
         if self.world.is_rank0:
-            step = state.step if state else -1
-            self.records.later(str(self.folder.metrics), lambda: self._forget_after(step))
+            self.records.later(str(self.folder.metrics), lambda: self._forget_after(state.step if state else -1))
         return state
 
     def _forget_after(self, step: int) -> None:

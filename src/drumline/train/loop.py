@@ -100,7 +100,8 @@ class Loop:
         return self._end(step, result)
 
     def _step(self, step: int) -> StepResult:
-        setup, stop, save = self.setup, self.stop.is_set(), self.saver.wants_to_retry()
+        setup, save = self.setup, self.saver.wants_to_retry()
+        stop = self.stop.is_set() or self.saver.has_no_folder
         before = self.history.running_statistics()
         gradient = self._ahead.pop(step, None) or self._gradient(step, stop=stop, save=save)
         self._ahead.clear()

@@ -1,0 +1,130 @@
+"""A run folder that is deleted while its run trains: the run says so, saves what it has, and ends."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from helpers.gated import gated
+from helpers.small import small
+from helpers.warm import Warm, run_warm
+
+from drumline.checkpoint.checkpoints import checkpoint_paths, open_checkpoint
+from drumline.errors import EXIT_USER
+from drumline.files.run_folder import RunFolder
+from drumline.report.records import read_metrics
+
+TIMEOUT_S = 120
+FLAGS = small("--train_data_path", "text", "--run_dir", "run", "--total_steps", "30", "--save_every", "10")
+
+
+def newest(run: Path) -> int:
+    return open_checkpoint(checkpoint_paths(RunFolder(run).checkpoints)[-1]).step
+
+
+def delete() -> None:
+    """As by rm -rf; the run may write there at this time."""
+    while Path("run").exists():
+        shutil.rmtree("run", ignore_errors=True)
+
+
+def goes_on(*flags: str) -> None:
+    """The same command again finishes the run as if nothing had happened."""
+    again = run_warm([sys.executable, "-m", "drumline", "train", *FLAGS, *flags], timeout=TIMEOUT_S)
+    assert again.returncode == 0 and "resuming from" in again.stdout, again.stdout + again.stderr
+
+
+@pytest.mark.parametrize("at", [1, 15, 29])
+def test_a_deleted_folder_ends_the_run_at_the_next_save_which_is_where_the_folder_was(here: Path, at: int) -> None:
+    with gated(Path("log"), FLAGS, gates=[at]) as started:
+        started.wait_at(at)
+        delete()
+        started.go(at)
+        assert started.end() == EXIT_USER, started.said
+    step = newest(here / "run")
+    assert at < step <= 30
+    error = started.said[started.said.index("error: ") :].splitlines()
+    assert error[0] == (
+        f"error: the run folder run was deleted while the run was training; step {step} is saved in run"
+    )
+    assert error[1] == "  fix: run the same command again with --run_dir run to resume"
+    assert RunFolder(here / "run").read_status()["state"] == "failed"
+    goes_on()
+
+
+def test_a_folder_deleted_after_the_last_save_is_not_called_finished(here: Path) -> None:
+    driver = """
+import os, shutil
+from drumline.checkpoint.saver import Saver
+finish = Saver.finish
+def deleted_first(self, state, **more):
+    self.save(state)
+    self.wait()
+    while os.path.exists("run/.id"):
+        shutil.rmtree("run", ignore_errors=True)  # others write there at this time
+    finish(self, state, **more)
+Saver.finish = deleted_first
+from drumline.cli.app import main
+main()
+"""
+    ended = run_warm([sys.executable, "-c", driver, "train", *FLAGS], timeout=TIMEOUT_S)
+    assert ended.returncode == EXIT_USER and "step 30 is saved in run" in ended.stderr, ended.stdout + ended.stderr
+    assert newest(here / "run") == 30
+
+
+def test_a_run_that_another_one_has_replaced_does_not_write_into_its_folder(here: Path) -> None:
+    with gated(Path("log"), FLAGS, gates=[15]) as started:
+        started.wait_at(15)
+        delete()
+        other = run_warm([sys.executable, "-m", "drumline", "train", *FLAGS], timeout=TIMEOUT_S)
+        assert other.returncode == 0, other.stderr
+        before = {path: path.stat().st_mtime_ns for path in Path("run/checkpoints").rglob("*")}
+        started.go(15)
+        assert started.end() == EXIT_USER, started.said
+    assert "is saved in run-2" in started.said
+    assert {path: path.stat().st_mtime_ns for path in Path("run/checkpoints").rglob("*")} == before
+    assert RunFolder(here / "run").read_status()["state"] == "finished"
+    assert newest(here / "run-2") >= 16
+
+
+def test_only_the_lock_deleted_is_no_reason_to_stop(here: Path) -> None:
+    with gated(Path("log"), FLAGS, gates=[15]) as started:
+        started.wait_at(15)
+        os.unlink("run/.lock")
+        started.go(15)
+        assert started.end() == 0, started.said
+
+
+@pytest.mark.parametrize("step", [1, 100, 390])
+def test_two_ranks_whose_folder_is_deleted_end_with_one_error(here: Path, step: int) -> None:
+    flags = [*FLAGS, "--total_steps", "400", "--save_every", "50", "--nproc", "2"]
+    with Warm(
+        [sys.executable, "-m", "drumline", "train", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        family: list[psutil.Process] = []
+        try:
+            assert process.stdout is not None
+            said = ""
+            while f"step {step:>4}/400" not in said:
+                line = process.stdout.readline()
+                assert line, said
+                said += line
+            family = psutil.Process(process.pid).children(recursive=True)
+            subprocess.run(["rm", "-rf", "run"], check=False, capture_output=True)  # others write there at this time
+            said += process.communicate(timeout=TIMEOUT_S)[0]
+        finally:
+            process.kill()
+            for each in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
+    assert process.returncode == EXIT_USER, said
+    assert said.count("error: ") == 1 and "the run folder run was deleted while the run was training" in said
+    assert "restarting" not in said and newest(here / "run") > step
+    assert [record["step"] for record in read_metrics(here / "run/metrics.jsonl")] != []
