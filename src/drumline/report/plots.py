@@ -16,10 +16,9 @@ def plot_loss(metrics: Path, out: Path, *, title: str) -> None:
     figure = Figure(figsize=(8, 4.5), dpi=110)
     axes = figure.subplots()
     figure.subplots_adjust(left=0.09, right=0.98, top=0.92, bottom=0.12)  # to measure the labels would take longer
-    for key, label, style in (
-        ("loss", "training", {"lw": 1.0, "alpha": 0.75}),
-        ("valid_loss", "validation", {"lw": 1.5, "marker": "o", "ms": 4}),
-    ):
+    training = ("loss", "training", {"lw": 1.0, "alpha": 0.75})
+    validation = ("valid_loss", "validation", {"lw": 1.5, "marker": "o", "ms": 4})
+    for key, label, style in (training, validation):
         points = [(record["step"], record[key]) for record in records if isinstance(record.get(key), int | float)]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, **style)
@@ -33,8 +32,7 @@ def plot_loss(metrics: Path, out: Path, *, title: str) -> None:
 def save_figure(figure: Any, out: Path) -> None:
     """Written atomically."""
     for axes in figure.axes:
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.spines[["top", "right"]].set_visible(False)
     aside = out.with_name(f".{out.name}")
     figure.savefig(aside, format="png")
     aside.replace(out)

@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 from drumline.signals import in_background
 
-_SLOW_S = 10.0
-"""A disk that takes longer for a write is said to hang."""
-_KEPT = 100_000
+_SLOW_S, _KEPT = 10.0, 100_000
+"""A disk that takes longer for a write is said to hang; so many writes may wait for it."""
 
 
 class Writer:

@@ -9,7 +9,6 @@ import torch
 
 from drumline.checkpoint import RunState, Saver, has_begun, weights
 from drumline.files import Journal
-from drumline.parallel import waiting_for
 from drumline.report import Records
 from drumline.train.guard import Guard
 from drumline.train.setup import Intervals, Setup
@@ -40,7 +39,7 @@ class History:
         self.records, self._journal, self.tell = records, journal, tell
         self.detours: list[list[int]] = []
         parameters = dict(setup.step.model.named_parameters())
-        self._statistics = [name for name in weights(setup.step.model) if name not in parameters]
+        self.statistics = [name for name in weights(setup.step.model) if name not in parameters]
 
     @property
     def rollbacks(self) -> int:
@@ -111,13 +110,8 @@ class History:
 
     def running_statistics(self) -> list[torch.Tensor]:
         """Copies of buffers that forward changes, such as BatchNorm's running averages."""
-        return [self._step.model.get_buffer(name).clone() for name in self._statistics]
+        return [self._step.model.get_buffer(name).clone() for name in self.statistics]
 
     def put_back(self, statistics: list[torch.Tensor]) -> None:
-        for name, value in zip(self._statistics, statistics, strict=True):
+        for name, value in zip(self.statistics, statistics, strict=True):
             self._step.model.get_buffer(name).copy_(value)
-
-    def share_statistics(self) -> None:
-        """Each rank has its own statistics until the next forward, when DDP broadcasts rank 0's; so do we."""
-        with waiting_for("rank 0's buffers"):
-            self.world.broadcast([self._step.model.get_buffer(name) for name in self._statistics])

@@ -100,8 +100,7 @@ class Loop:
         return self._end(step, result)
 
     def _step(self, step: int) -> StepResult:
-        setup, save = self.setup, self.saver.wants_to_retry()
-        stop = self.stop.is_set() or self.saver.has_no_folder
+        setup, save, stop = self.setup, self.saver.wants_to_retry(), self.stop.is_set() or self.saver.has_no_folder
         before = self.history.running_statistics()
         gradient = self._ahead.pop(step, None) or self._gradient(step, stop=stop, save=save)
         self._ahead.clear()

@@ -12,7 +12,7 @@ from drumline.checkpoint import weights_sha256
 from drumline.config import TrainConfig
 from drumline.data import Data, ProgressCallback, open_data
 from drumline.files import RunFolder
-from drumline.parallel import Pace, Pulse, World, compare, settings, versions
+from drumline.parallel import Pace, Pulse, World, compare, settings, versions, waiting_for
 from drumline.train.history import History
 from drumline.train.setup import Setup
 from drumline.train.trouble import compare_replicas
@@ -48,7 +48,9 @@ def comparison(setup: Setup, history: History, tell: Tell) -> Callable[[int], No
     """Raises if the ranks' weights differ."""
 
     def compare_weights(step: int) -> None:
-        history.share_statistics()
+        # Each rank has its own statistics until the next forward, when DDP broadcasts rank 0's; so do we.
+        with waiting_for("rank 0's buffers"):
+            setup.world.broadcast([setup.step.model.get_buffer(name) for name in history.statistics])
         compare_replicas(setup.step.model, setup.world, step, tell=tell)
 
     return compare_weights

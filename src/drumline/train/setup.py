@@ -41,13 +41,8 @@ class Setup:
 
     def all_facts(self) -> dict[str, Any]:
         plan = self.batches.plan
-        return {
-            "seed": self.seed,
-            "global_batch_size": plan.sequences,
-            "batch_size": plan.micro_batch_size,
-            "items_per_epoch": self.batches.items,
-            **self.facts,
-        }
+        batch = {"global_batch_size": plan.sequences, "batch_size": plan.micro_batch_size}
+        return {"seed": self.seed, **batch, "items_per_epoch": self.batches.items, **self.facts}
 
 
 @dataclass(frozen=True, kw_only=True)
