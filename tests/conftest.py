@@ -20,6 +20,8 @@ if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="drumline-tests-")
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 
+os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), "state")  # tests are not what the user has used
+
 import helpers.idle  # noqa: F401
 import pytest
 from helpers.needs import missing

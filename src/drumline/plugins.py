@@ -6,7 +6,9 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
+import stat
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -61,7 +63,39 @@ def load_plugin(value: str) -> Callable[..., Any]:
             f"{value}: the module {module_name} {what} {name}",
             fix=f"did you mean {module_name}:{near[0]}?" if near else "use a function or class of that module",
         )
+    _remember(value, getattr(module, "__file__", None))
     return plugin  # type: ignore[no-any-return]
+
+
+def was_used(value: str, file: str | None) -> bool:
+    """Whether this user has used this plugin, of this file, before on this machine."""
+    try:
+        found = _used().lstat()
+        ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+        return ours and _line(value, file) in _used().read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return False
+
+
+def _remember(value: str, file: str | None) -> None:
+    """A run's config may name it from now on (`files.check_code`)."""
+    if was_used(value, file):
+        return
+    with suppress(OSError):  # a home that cannot be written: the user will be asked
+        _used().parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor = os.open(_used(), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(descriptor, f"{_line(value, file)}\n".encode())  # one call, so that lines of ranks do not mix
+        finally:
+            os.close(descriptor)
+
+
+def _used() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "drumline/plugins"
+
+
+def _line(value: str, file: str | None) -> str:
+    return json.dumps([value, os.path.realpath(file) if file else None])
 
 
 def check_call(value: str, plugin: Callable[..., Any], *given: Any, flag: str, options: Mapping[str, Any]) -> None:
@@ -95,7 +129,9 @@ def plugin_file(value: str) -> Path | None:
     with suppress(ImportError, ValueError):
         module_name = value.partition(":")[0]
         spec = importlib.util.find_spec(MOVED.get(module_name, module_name))
-        return Path(spec.origin) if spec and spec.origin else None
+        if spec and spec.origin:
+            _remember(value, spec.origin)
+            return Path(spec.origin)
     return None
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
 
 from drumline.config import Device
 
@@ -16,6 +18,7 @@ def evaluate(
     split: Literal["train", "valid"] = "valid",
     batch_size: int = 8,
     device: Device = "auto",
+    trust: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Validation loss, perplexity and bits per byte of a run's newest checkpoint.
 
@@ -31,10 +34,12 @@ def evaluate(
         Sequences per batch.
     device
         auto: CUDA, then MPS, then the CPU.
+    trust
+        Run installed code that the config of a run from elsewhere names (package.module:name).
     """
     from drumline.generate import evaluate_run
 
-    step, evaluation = evaluate_run(run, data=data, split=split, batch_size=batch_size, device=device)
+    step, evaluation = evaluate_run(run, data=data, split=split, batch_size=batch_size, device=device, trusts=trust)
     bits = f"{evaluation.bits_per_byte:.4f}" if evaluation.bits_per_byte else "unknown for this file"
     print(f"{run} at step {step:,}, over {evaluation.tokens:,} tokens:")
     print(f"  loss           {evaluation.loss:.4f} nats per token")
@@ -54,6 +59,7 @@ def sample(
     seed: int = 0,
     max_tokens: int = 200,
     device: Device = "auto",
+    trust: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Generate text with a run's newest checkpoint.
 
@@ -75,11 +81,13 @@ def sample(
         Maximum number of tokens to generate.
     device
         auto: CUDA, then MPS, then the CPU.
+    trust
+        Run installed code that the config of a run from elsewhere names (package.module:name).
     """
     from drumline.generate import SampleConfig, sample_run
 
     settings = SampleConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
-    for piece in sample_run(run, prompt, settings, device=device):
+    for piece in sample_run(run, prompt, settings, device=device, trusts=trust):
         print(piece, end="", flush=True)
     print()
     return 0

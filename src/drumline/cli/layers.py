@@ -10,7 +10,7 @@ from cyclopts.config import Dict
 
 from drumline.config import LENGTHS, flag, read_settings
 from drumline.errors import ConfigError
-from drumline.files import RunFolder, run_of, stored_settings
+from drumline.files import CODE, RunFolder, check_code, run_of, stored_settings
 
 
 def file_layers(words: Sequence[str]) -> list[Dict]:
@@ -18,7 +18,7 @@ def file_layers(words: Sequence[str]) -> list[Dict]:
     files: list[tuple[Path, dict[str, Any]]] = []
     config = flag(words, "config")
     if config:
-        files.append((Path(config), _settings(Path(config))))
+        files.append((Path(config), _settings(Path(config), words)))
     run_dir = flag(words, "run_dir") or (files[0][1].get("run_dir") if files else None)
     resume_from = flag(words, "resume_from")
     if run_dir and RunFolder(Path(run_dir)).trainer.exists():
@@ -32,12 +32,15 @@ def file_layers(words: Sequence[str]) -> list[Dict]:
         stored = run_of(Path(str(resume_from))).config
     if stored is not None and stored.exists():
         settings = stored_settings(RunFolder(stored.parent))
+        _check_code(settings, stored.parent, words, *(given for _, given in files))
         settings.pop("run_dir", None)  # --run_dir, if given, is the same or names a new run
         files.append((stored, settings))
     elif str(resume_from).endswith(".pt"):
         from drumline.checkpoint import carried
 
-        files.append((Path(str(resume_from)), carried(Path(str(resume_from))).get("settings", {})))
+        settings = carried(Path(str(resume_from))).get("settings", {})
+        _check_code(settings, Path(str(resume_from)), words, *(given for _, given in files))
+        files.append((Path(str(resume_from)), settings))
     # A length given in one layer replaces another length from any lower layer.
     given = {name for name in LENGTHS if flag(words, name) is not None}
     for _, settings in files:
@@ -48,11 +51,22 @@ def file_layers(words: Sequence[str]) -> list[Dict]:
     return [Dict(settings, source=str(path), use_commands_as_keys=False) for path, settings in files]
 
 
-def _settings(path: Path) -> dict[str, Any]:
+def _check_code(settings: dict[str, Any], run: Path, words: Sequence[str], *files: dict[str, Any]) -> None:
+    """Of a run: what it names may be known, trusted, or named by the user's own words and files as well."""
+    named = [value for name in CODE for value in (flag(words, name), *(file.get(name) for file in files)) if value]
+    check_code(settings, run, trusts=flag(words, "trust") is not None, named=named, can_name=True)
+
+
+def _settings(path: Path, words: Sequence[str]) -> dict[str, Any]:
     """Of a file given with --config. That of a run is for a new run: it does not say which folder that takes."""
     run = RunFolder(path.parent)
-    if path.name != run.config.name or not run.data.exists():
+    if path.name != run.config.name or not _is_run(run):
         return read_settings(path)
     settings = stored_settings(run)
+    _check_code(settings, run.path, words)
     settings.pop("run_dir", None)
     return settings
+
+
+def _is_run(run: RunFolder) -> bool:
+    return any(path.exists() for path in (run.data, run.identity, run.status, run.checkpoints, run.tokenizer))

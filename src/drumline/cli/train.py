@@ -54,6 +54,7 @@ def run_training(
     records: Annotated[RecordConfig, Parameter(name="*", group=Group("Records", sort_key=7))] = _DEFAULTS.records,
     config: Path | None = None,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
+    trust: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Train a model. Without arguments: a small GPT on Python source code.
 
@@ -63,6 +64,8 @@ def run_training(
         TOML file with settings. Flags take precedence.
     dry_run
         Print the resolved config; on stderr, parameter count, memory estimate, tokens and steps. Does not train.
+    trust
+        Run installed code that the config of a run from elsewhere names (package.module:name).
     """
     settings = TrainConfig(model=model, data=data, batch=batch, optim=optim, run=run, ranks=ranks, records=records)
     preset(model.preset)  # a wrong name is told before torch is imported

@@ -69,13 +69,9 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write manifest.json and flush it to disk."""
-        content = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "dtype": np.dtype(self.dtype).name,
-            "tokenizer_sha256": self.files[TOKENIZER].sha256,
-            **asdict(self),
-        }
+        content: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION}
+        content |= {"dtype": np.dtype(self.dtype).name, "tokenizer_sha256": self.files[TOKENIZER].sha256}
+        content |= asdict(self)
         (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         flush(folder / MANIFEST)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from drumline.config import Device
 from drumline.data import open_data, open_tokens
 from drumline.errors import ConfigError
+from drumline.files import DATA, check_code
 from drumline.generate.loading import load_run
 from drumline.generate.sample import SampleConfig, can_write
 from drumline.generate.streaming import sample_text
@@ -19,14 +20,15 @@ from drumline.train import Evaluation, Precision, evaluate
 
 
 def evaluate_run(
-    path: Path, *, data: str | None, split: str, batch_size: int, device: Device
+    path: Path, *, data: str | None, split: str, batch_size: int, device: Device, trusts: bool = False
 ) -> tuple[int, Evaluation]:
     """The step of a run's newest checkpoint, and its loss over all of `data`, or over the run's validation data."""
-    run = load_run(path)
+    run = load_run(path, trusts=trusts)
     where = pick_device(device)
     if data is not None:
         tokens = open_tokens(data, split=split, vocab_size=run.vocab_size, dtype=run.config.data.data_dtype)
     else:
+        check_code({name: getattr(run.config.data, name) for name in DATA}, run.folder.path, trusts=trusts)
         with preparing() as progress:
             own = open_data(run.config, run=run.folder, progress=progress)
         if own.note:
@@ -55,9 +57,11 @@ def evaluate_run(
     return run.step, evaluation
 
 
-def sample_run(path: Path, prompt: str, settings: SampleConfig, *, device: Device) -> Iterator[str]:
+def sample_run(
+    path: Path, prompt: str, settings: SampleConfig, *, device: Device, trusts: bool = False
+) -> Iterator[str]:
     """The prompt, then the text that the run's newest checkpoint generates, piece by piece."""
-    run = load_run(path)
+    run = load_run(path, trusts=trusts)
     if run.tokenizer is None:
         raise ConfigError(
             f"the run {path} has no {run.folder.tokenizer.name}, which is needed to generate text",

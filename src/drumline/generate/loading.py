@@ -13,7 +13,7 @@ from drumline.checkpoint import load as load_checkpoint
 from drumline.config import TrainConfig, from_settings
 from drumline.data import Tokenizer
 from drumline.errors import CheckpointError
-from drumline.files import RunFolder, run_of, stored_config
+from drumline.files import RunFolder, check_code, run_of, stored_config
 from drumline.model import build_model
 from drumline.report import to_stderr
 
@@ -28,10 +28,13 @@ class LoadedRun:
     vocab_size: int
 
 
-def load_run(path: Path) -> LoadedRun:
-    """The newest valid checkpoint of a run, or the checkpoint or exported file at `path`, with model and tokenizer."""
+def load_run(path: Path, *, trusts: bool = False) -> LoadedRun:
+    """The newest valid checkpoint of a run, or the checkpoint or exported file at `path`, with model and tokenizer.
+
+    trusts: run the code that its config names, even if this user has not used it before
+    """
     if path.suffix == ".pt" and path.is_file():
-        return _load_file(path)
+        return _load_file(path, trusts=trusts)
     folder = run_of(path)
     config = stored_config(folder)
     if folder.trainer.exists():
@@ -43,6 +46,7 @@ def load_run(path: Path) -> LoadedRun:
         raise CheckpointError(
             f"{path} is neither a run nor a checkpoint of one", fix="`drumline runs` lists the runs here"
         )
+    check_code({"model": config.model.model}, folder.path, trusts=trusts)
     is_run = path == folder.path
     checkpoint, damaged = newest_readable(folder.checkpoints) if is_run else (open_checkpoint(path), [])
     if checkpoint is None and damaged:
@@ -59,13 +63,14 @@ def load_run(path: Path) -> LoadedRun:
     return LoadedRun(folder, config, checkpoint.step, model, tokenizer, vocab_size)
 
 
-def _load_file(path: Path) -> LoadedRun:
+def _load_file(path: Path, *, trusts: bool) -> LoadedRun:
     checkpoint, extras = open_single_file(path), carried(path)
     if "settings" not in extras:
         raise CheckpointError(
             f"{path} does not have the settings of its model", fix="write it with `drumline checkpoint export RUN`"
         )
     config = from_settings(extras["settings"])
+    check_code({"model": config.model.model}, path, trusts=trusts)
     tokenizer = Tokenizer(extras["tokenizer"].encode(), origin=str(path)) if "tokenizer" in extras else None
     vocab_size = tokenizer.vocab_size if tokenizer else config.data.vocab_size or 0
     model = build_model(config, vocab_size=vocab_size)
