@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from drumline.files.runs import (
         is_unfinished,
         numbered_folder,
+        numbered_folders,
         origin,
         run_folders,
         run_of,

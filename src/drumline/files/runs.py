@@ -8,7 +8,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,14 @@ def free_folder(config: TrainConfig) -> RunFolder:
 
 def numbered_folder(name: str, goes_on: Callable[[RunFolder], bool]) -> RunFolder:
     """The first of runs/NAME, runs/NAME-2, ... that does not exist, or has a run that `goes_on`."""
-    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
-    folders = (RunFolder(RUNS_DIR / each) for each in names)
+    folders = numbered_folders(name)
     return next(folder for folder in folders if not folder.path.exists() or goes_on(folder))
+
+
+def numbered_folders(name: str) -> Iterator[RunFolder]:
+    """runs/NAME, runs/NAME-2, ... without end, whether they exist or not."""
+    names = (name if number == 1 else f"{name}-{number}" for number in count(1))
+    return (RunFolder(RUNS_DIR / each) for each in names)
 
 
 def is_unfinished(folder: RunFolder) -> bool:

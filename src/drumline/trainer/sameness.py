@@ -19,6 +19,7 @@ from drumline.parallel import own_pulse
 from drumline.trainer.samples import Source
 
 _AT_RANDOM = "drawn at random"
+ACCUMULATED = "gradient_accumulation_steps"
 
 
 def fingerprint(source: Source) -> str:
@@ -71,7 +72,7 @@ def script_name() -> str:
 
 
 def _goes_on(folder: RunFolder, about: dict[str, Any], total_steps: int) -> bool:
-    if _about(folder) != json.loads(json.dumps(about)):
+    if read_about(folder) != json.loads(json.dumps(about)):
         return False
     status = folder.read_status()
     if status.get("state") == "finished":
@@ -79,14 +80,16 @@ def _goes_on(folder: RunFolder, about: dict[str, Any], total_steps: int) -> bool
     return not status or is_unfinished(folder) or own_pulse().started_again
 
 
-def _about(folder: RunFolder) -> Any:
+def read_about(folder: RunFolder) -> dict[str, Any] | None:
+    """What the run of a folder is, as `write_about` has written it; None if no Trainer has."""
     try:
-        return json.loads(folder.trainer.read_text(encoding="utf-8"))
+        about = json.loads(folder.trainer.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    return {ACCUMULATED: 1, **about} if isinstance(about, dict) and "batch_size" in about else None
 
 
 def write_about(folder: RunFolder, about: dict[str, Any]) -> None:
     """Say what a run is, in its folder, when it starts."""
-    if _about(folder) is None:
+    if read_about(folder) is None:
         replace_text(folder.trainer, json.dumps(about, indent=2) + "\n")

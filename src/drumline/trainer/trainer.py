@@ -28,7 +28,8 @@ from drumline.trainer.console import check_sinks, ending, introduction, open_rec
 from drumline.trainer.objectives import Loss, check_batch, objective_of, usual_loss
 from drumline.trainer.ranks import compare_ranks, joined
 from drumline.trainer.rates import Rates, ScheduleUnit, scale_factor
-from drumline.trainer.sameness import choose_folder, fingerprint, traits, write_about
+from drumline.trainer.resumed_batch import divided, stored_batch
+from drumline.trainer.sameness import ACCUMULATED, choose_folder, fingerprint, traits, write_about
 from drumline.trainer.samples import Collate, DatasetBatches, Samples, Source, source_of
 from drumline.trainer.scripts import for_scripts, made_by_scripts
 from drumline.trainer.snapshot_file import SnapshotFile
@@ -125,8 +126,9 @@ class Trainer:
         world.on_all_ranks(lambda: check_batch(self.model, batch, has_loss=self.loss is not None))
         self.loss = self.loss or usual_loss(self.model, batch)
         self._moments = Moments(self, [*self.callbacks, *self._snapshot_files()])
-        self._about = traits(self.model, self.optimizer, data)
-        batches, self._rates = world.on_all_ranks(lambda: self._planned(world))
+        self._about = self._what_it_is(data)
+        stored = world.on_rank0(lambda: self._stored_batch(world))
+        batches, self._rates = world.on_all_ranks(lambda: self._planned(world, stored))
         self.setup = Setup(
             folder=RunFolder(Path(self.run_dir or "")),
             world=world,
@@ -134,7 +136,8 @@ class Trainer:
             batches=batches,
             seed=self.seed,
             lr=self._rates,
-            allow_change=self.allow_change,
+            # Other ranks may have had to divide a step into other micro-batches; the sum is the same.
+            allow_change=[*self.allow_change, *(["batch_size"] if stored and not self.bitwise else [])],
             retention=Retention(last=self.keep_checkpoints),
             guard_rules=GuardRules(on_nonfinite=self.on_nonfinite, max_nonfinite=self.max_nonfinite),
             facts=self.facts or {},
@@ -143,13 +146,34 @@ class Trainer:
         self._first_time = True
         compare_ranks(world, self.setup.all_facts(), data=data)
 
-    def _planned(self, world: World) -> tuple[DatasetBatches, Rates | None]:
+    def _what_it_is(self, data: str) -> dict[str, Any]:
+        """By this a script that is started again knows its run, on any number of ranks."""
+        asked = {"batch_size": self._source.batch_size, ACCUMULATED: self.gradient_accumulation_steps or 1}
+        return {**traits(self.model, self.optimizer, data), **asked}
+
+    def _new_plan(self, world: World) -> BatchPlan:
         batch = BatchConfig(
             batch_size=self._source.batch_size,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             global_batch_size=self.global_batch_size,
         )
-        plan = plan_batches(batch, default_batch_size=1, world_size=world.size)
+        return plan_batches(batch, default_batch_size=1, world_size=world.size)
+
+    def _stored_batch(self, world: World) -> int | None:
+        """The samples per step of the run that this goes on with, unless the script says how many."""
+        says = self.global_batch_size is not None or "global_batch_size" in self.allow_change
+        if says or not self.resume or self.resume_from != "auto":
+            return None
+        facts = {"seed": self.seed, "items_per_epoch": len(self._source), **(self.facts or {})}
+        return stored_batch(
+            self.run_dir, {**facts, "global_batch_size": self._new_plan(world).sequences, **self._about}
+        )
+
+    def _planned(self, world: World, stored: int | None) -> tuple[DatasetBatches, Rates | None]:
+        if stored is None:
+            plan = self._new_plan(world)
+        else:
+            plan = divided(stored, self._source.batch_size, ranks=world.size, bitwise=self.bitwise)
         batches = DatasetBatches(self._source, plan, seed=self.seed, share=plan.share(world.rank, world.size))
         factor = scale_factor(self.scale_lr, self.base_batch_size, global_batch_size=plan.sequences)
         if self.lr is None and self.scheduler is None and factor == 1.0:
@@ -261,7 +285,7 @@ class Trainer:
                 resume_from = str(snapshot) if Path(snapshot).exists() else "auto"
             check_resume(resume_from, folder)
             if resume_from == "auto":
-                check_same_run(folder, setup.all_facts(), self.allow_change)
+                check_same_run(folder, setup.all_facts(), setup.allow_change)
             return [str(folder.path), resume_from]
 
         path, resume_from = world.on_rank0(chosen)
