@@ -119,3 +119,17 @@ def test_a_run_told_where_to_go_on_and_started_again_neither_begins_anew_nor_goe
     assert f"resuming from {source.checkpoint(2)} (step 2)" in capsys.readouterr().out
     assert second.read_status()["weights_sha256"] == RunFolder(Path("first")).read_status()["weights_sha256"]
     assert [r["step"] for r in read_metrics(second.metrics) if "loss" in r] == [3, 4, 5, 6]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_says_that_it_starts_again(
+    train: Callable[..., int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--run_dir", "run", "--save_every", "6") == 0
+    run = RunFolder(Path("run"))
+    (run.checkpoint(6) / "run.json").write_text("harm")
+    capsys.readouterr()
+    assert train("--run_dir", "run", "--save_every", "6") == 0
+    out = capsys.readouterr().out
+    assert "renamed to step-00000006.damaged\nwarning: no valid checkpoint is left: starting again from step 0\n" in out
+    assert (run.checkpoints / "step-00000006.damaged").is_dir()
+    assert train("--run_dir", "new") == 0 and "no valid checkpoint" not in capsys.readouterr().out

@@ -22,15 +22,15 @@ def newest_valid(folder: Path, *, warn: Callable[[str], None], before: int | Non
 
 def valid_ones(folder: Path, *, warn: Callable[[str], None], before: int | None = None) -> Iterator[Checkpoint]:
     """Valid checkpoints (before a step), newest first."""
-    for path in reversed(checkpoint_paths(folder)):
-        if before is not None and step_of(path) >= before:
-            continue
+    paths = [path for path in checkpoint_paths(folder) if before is None or step_of(path) < before]
+    for path in reversed(paths):
         try:
             yield open_checkpoint(path)
         except OtherFormatError:
             raise
         except CheckpointError as error:
-            warn(f"{error.problem}; {set_aside(path, DAMAGED)}, trying the previous one")
+            next_one = "" if path == paths[0] else ", trying the previous one"
+            warn(f"{error.problem}; {set_aside(path, DAMAGED)}{next_one}")
             publish({"event": "checkpoint damaged", "path": str(path)})
 
 

@@ -60,6 +60,7 @@ def resume(
 
         return adopted(checkpoint, model, optimizer, facts=facts, say=say)
 
+    had_some = world.is_rank0 and bool(checkpoint_paths(folder.checkpoints))
     on_disk = world.on_all_ranks(lambda: found() if world.is_rank0 else None)
     looks = world.place.local_rank == 0  # one rank per host
     in_memory = snapshots.newest(warn=say) if snapshots and looks and resume_from == "auto" else None
@@ -67,6 +68,8 @@ def resume(
     disk_step, (memory_step, holder) = steps[0][0], max((each[1], -rank) for rank, each in enumerate(steps))
     source = -holder if memory_step > disk_step else 0
     if max(memory_step, disk_step) < 0:
+        if had_some:
+            say("warning: no valid checkpoint is left: starting again from step 0")
         return None
     newest = in_memory if memory_step > disk_step else on_disk
 
