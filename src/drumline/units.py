@@ -15,3 +15,9 @@ def count(number: float) -> str:
         if number >= size:
             return f"{number / size:.1f}{letter}"
     return f"{number:.0f}"
+
+
+def counted(number: float, noun: str) -> str:
+    """1 rank, 1,024 ranks, 0.5 epochs, 2 batches"""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{f'{number:,}'.removesuffix('.0')} {noun}{'' if number == 1 else plural}"

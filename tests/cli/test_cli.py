@@ -127,7 +127,7 @@ def test_dry_run_shows_what_would_happen_and_starts_nothing(
     assert tomllib.loads(said.out)["batch"]["gradient_accumulation_steps"] == 4
     assert "parameters       124,475,904" in shown  # GPT-2's, with the vocabulary rounded up to 50,304
     assert "8 sequences x 4 micro-batches x 1024 = 32,768 tokens" in shown
-    assert re.search(r"memory +about \d+\.\d\d GB", shown) and "1 epochs; the number of steps is known once" in shown
+    assert re.search(r"memory +about \d+\.\d\d GB", shown) and "1 epoch; the number of steps is known once" in shown
     assert list(tmp_path.iterdir()) == []
 
 
@@ -349,3 +349,38 @@ def test_the_help_of_a_flag_is_one_line_which_the_help_page_can_wrap(path: Path)
             assert all(len(line) <= 80 for line in about.splitlines()[1:]), node.name
             lines = listed.splitlines()
             assert [line.startswith("    ") for line in lines] == [False, True] * (len(lines) // 2), node.name
+
+
+def test_a_dry_run_of_minutes_says_how_steps_are_chosen_and_prints_a_config_that_works(
+    train: Train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--dry_run", "--minutes", "2") == 0
+    said = capsys.readouterr()
+    assert "as many as fit in 2 minutes, chosen from the speed of the first steps" in said.err
+    Path("x.toml").write_text(said.out)
+    monkeypatch.setattr("drumline.train.length._measured", lambda *measured: 3)
+    assert run_command(["train", "--config", "x.toml", "--run_dir", "run"]) == 0
+    assert RunFolder(Path("run")).read_status()["step"] == 3
+
+
+def test_a_dry_run_counts_the_tokens_of_all_ranks(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--dry_run", "--nproc", "3", "--gradient_accumulation_steps", "2") == 0
+    assert "4 sequences x 6 micro-batches x 16 = 384 tokens, on 3 ranks" in capsys.readouterr().err
+    assert train("--dry_run", "--nproc", "2", "--nnodes", "2") == 0
+    assert "4 sequences x 4 micro-batches x 16 = 256 tokens, on 4 ranks" in capsys.readouterr().err
+    assert train("--dry_run", "--nproc", "3", "--global_batch_size", "8") == EXIT_USER
+    assert "3 ranks cannot share a step of 2 micro-batches" in capsys.readouterr().err
+    assert train("--dry_run") == 0
+    assert "4 sequences x 1 micro-batch x 16 = 64 tokens\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--train_data_path", "--valid_data_path"])
+@pytest.mark.parametrize("path", ["nosuch.txt", "nosuch/*.txt"])
+def test_a_dry_run_refuses_data_that_do_not_exist_as_the_run_would(
+    train: Train, capsys: pytest.CaptureFixture[str], flag: str, path: str
+) -> None:
+    refused = []
+    for more in ([], ["--dry_run"]):
+        refused.append((train(flag, path, *more), capsys.readouterr().err))
+    assert refused[0] == refused[1] and refused[0][0] == EXIT_USER
+    assert "nosuch" in refused[0][1] and "fix: " in refused[0][1]

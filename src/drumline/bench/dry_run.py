@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from drumline.config import TrainConfig, gpt_config, preset, to_toml, with_preset
-from drumline.data import is_tokens, open_tokens, plan_batches
+from drumline.config import DataConfig, TrainConfig, gpt_config, preset, to_toml, with_preset
+from drumline.data import BatchPlan, TokenFile, is_tokens, open_tokens, plan_batches, source_key
 from drumline.files import choose_folder
 from drumline.kernels import FUSED, fits, has_kernels
 from drumline.optim import state_size
-from drumline.parallel import pick_device, pick_dtype
-from drumline.units import count
+from drumline.parallel import own_place, pick_device, pick_dtype
+from drumline.units import count, counted
 
 _KEPT = {(False, False): 19, (False, True): 17, (True, False): 33, (True, True): 21}
 """Activations saved for backward per token, layer and unit of width, as measured; by (modern block, compiled)."""
@@ -22,37 +22,61 @@ _ROWS_AT_ONCE = 8192
 """Upper limit for rows of logits."""
 
 
-def describe(config: TrainConfig) -> tuple[str, str]:
-    """The output of `drumline train --dry_run`: the config as TOML, and what else is known."""
+def describe(config: TrainConfig, *, nproc: int) -> tuple[str, str]:
+    """The output of `drumline train --dry_run`: the config as TOML, and what else is known.
+
+    nproc: number of ranks that the command would start here; 0 if this process would train itself
+    """
     config = with_preset(config)
+    folder = choose_folder(config)
+    if not folder.data.exists():  # a run that exists has tokens of its own
+        _check_sources(config.data)
+    ranks = nproc * config.ranks.hosts[1] or own_place().size
     device = pick_device(config.run.device)
     dtype = pick_dtype(config.run.dtype, device)
-    plan = plan_batches(config.batch, default_batch_size=preset(config.model.preset).batch_size, world_size=1)
+    plan = plan_batches(config.batch, default_batch_size=preset(config.model.preset).batch_size, world_size=ranks)
+    plan.share(0, ranks)  # raises if there are more ranks than micro-batches
     model = config.model
     source = config.data.train_data_path
     tokens = open_tokens(source, dtype=config.data.data_dtype) if is_tokens(source) else None
     vocab_size = (tokens.vocab_size if tokens else None) or config.data.vocab_size
     assert vocab_size and model.context
-    steps, length = config.batch.total_steps, f"{config.batch.total_steps or 0:,}"
-    if steps is None:
-        length = f"{config.batch.epochs:g} epochs; the number of steps is known once the text is tokenized"
-        if tokens is not None:
-            steps = math.ceil((config.batch.epochs or 0) * ((len(tokens) - 1) // model.context) / plan.sequences)
-            length = f"{steps:,} ({config.batch.epochs:g} epochs of {count(len(tokens))} tokens)"
     tokens_at_once = plan.micro_batch_size * model.context
     memory = estimate(config, tokens=tokens_at_once, vocab_size=vocab_size, device=device, dtype=dtype)
     state, activations = memory.state_bytes, memory.activation_bytes
     total = f"{model.context} = {plan.sequences * model.context:,} tokens"
+    on_ranks = f", on {counted(ranks, 'rank')}" if ranks > 1 else ""
     return to_toml(config), "\n".join(
         [
-            f"run folder       {choose_folder(config).path} (nothing was written)",
+            f"run folder       {folder.path} (nothing was written)",
             f"parameters       {memory.parameters:,}",
             f"memory           about {(state + activations) / 1e9:.2f} GB on {device.type} "
             f"({state / 1e9:.2f} weights and optimizer, {activations / 1e9:.2f} activations)",
-            f"tokens per step  {plan.micro_batch_size} sequences x {plan.micro_batches} micro-batches x {total}",
-            f"steps            {length}",
+            f"tokens per step  {plan.micro_batch_size} sequences x {counted(plan.micro_batches, 'micro-batch')} "
+            f"x {total}{on_ranks}",
+            f"steps            {_length(config, plan, tokens)}",
         ]
     )
+
+
+def _check_sources(data: DataConfig) -> None:
+    """Refuse data that do not exist; nothing is read."""
+    for path in (data.train_data_path, data.valid_data_path):
+        if path is not None and not is_tokens(path):
+            source_key(path)
+
+
+def _length(config: TrainConfig, plan: BatchPlan, tokens: TokenFile | None) -> str:
+    batch, context = config.batch, config.model.context or 1
+    if batch.minutes is not None:
+        return f"as many as fit in {counted(batch.minutes, 'minute')}, chosen from the speed of the first steps"
+    if batch.epochs is None:
+        return f"{batch.total_steps or 0:,}"
+    epochs = counted(batch.epochs, "epoch")
+    if tokens is None:
+        return f"{epochs}; the number of steps is known once the text is tokenized"
+    steps = math.ceil(batch.epochs * ((len(tokens) - 1) // context) / plan.sequences)
+    return f"{steps:,} ({epochs} of {count(len(tokens))} tokens)"
 
 
 @dataclass(frozen=True)

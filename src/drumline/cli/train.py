@@ -72,8 +72,9 @@ def run_training(
     if dry_run:
         from drumline.bench import describe
 
-        for text, stream in zip(describe(settings), (sys.stdout, sys.stderr), strict=True):
-            print(text, file=stream)
+        toml, estimates = describe(settings, nproc=ranks_to_start(settings))
+        print(toml)
+        print(estimates, file=sys.stderr)
         return 0
     # Must be set before torch is imported. torch's warnings about stores say less than drumline's own messages.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
