@@ -358,7 +358,7 @@ def test_a_dry_run_of_minutes_says_how_steps_are_chosen_and_prints_a_config_that
     said = capsys.readouterr()
     assert "as many as fit in 2 minutes, chosen from the speed of the first steps" in said.err
     Path("x.toml").write_text(said.out)
-    monkeypatch.setattr("drumline.train.length._measured", lambda *measured: 3)
+    monkeypatch.setattr("drumline.train.length._measured", lambda *measured: (3, 4))
     assert run_command(["train", "--config", "x.toml", "--run_dir", "run"]) == 0
     assert RunFolder(Path("run")).read_status()["step"] == 3
 

@@ -5,7 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
+from drumline.config import TrainConfig
 from drumline.doctor.load import check_load
+from drumline.train.advice import advice
 
 
 def test_a_load_above_the_cores_is_a_warning_with_what_helps() -> None:
@@ -25,3 +27,15 @@ def test_a_run_on_a_cpu_that_others_use_says_so_first(
     assert train("--run_dir", "busy") == 0
     (said,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("load   999.0 on "))
     assert "OMP_WAIT_POLICY=passive helps" in said
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert train("--run_dir", "passive") == 0
+    said = capsys.readouterr().out
+    assert "load   999.0 on " in said and "OMP_WAIT_POLICY" not in said
+
+
+def test_ranks_that_share_cores_are_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    shared = "ranks  3 on 2 cores: they take turns, and --nproc 2 is likely faster"
+    for ranks, device, said in (("3", "cpu", [shared]), ("3", "cuda", []), ("2", "cpu", [])):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert advice(TrainConfig(), device=device, total_steps=100) == said

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from drumline.config import DataConfig, TrainConfig, gpt_config, preset, to_toml, with_preset
-from drumline.data import BatchPlan, TokenFile, is_tokens, open_tokens, plan_batches, source_key
+from drumline.config import TrainConfig, gpt_config, preset, to_toml, with_preset
+from drumline.data import BatchPlan, TokenFile, check_sources, is_tokens, open_tokens, plan_batches
 from drumline.files import choose_folder
 from drumline.kernels import FUSED, fits, has_kernels
 from drumline.optim import state_size
@@ -30,7 +30,7 @@ def describe(config: TrainConfig, *, nproc: int) -> tuple[str, str]:
     config = with_preset(config)
     folder = choose_folder(config)
     if not folder.data.exists():  # a run that exists has tokens of its own
-        _check_sources(config.data)
+        check_sources(config.data)
     ranks = nproc * config.ranks.hosts[1] or own_place().size
     device = pick_device(config.run.device)
     dtype = pick_dtype(config.run.dtype, device)
@@ -57,13 +57,6 @@ def describe(config: TrainConfig, *, nproc: int) -> tuple[str, str]:
             f"steps            {_length(config, plan, tokens)}",
         ]
     )
-
-
-def _check_sources(data: DataConfig) -> None:
-    """Refuse data that do not exist; nothing is read."""
-    for path in (data.train_data_path, data.valid_data_path):
-        if path is not None and not is_tokens(path):
-            source_key(path)
 
 
 def _length(config: TrainConfig, plan: BatchPlan, tokens: TokenFile | None) -> str:

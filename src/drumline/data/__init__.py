@@ -13,9 +13,8 @@ if TYPE_CHECKING:
     from drumline.data.batches import Batches, BatchPlan, TokenBatches, mix, plan_batches, visits, window_batch
     from drumline.data.corpus import Corpus
     from drumline.data.opening import open_tokens, read_manifest
-    from drumline.data.other_sources import data_note
+    from drumline.data.other_sources import check_sources, data_note
     from drumline.data.preparing import Data, Prepared, Progress, ProgressCallback, Recipe, open_data, prepare
-    from drumline.data.sources import source_key
     from drumline.data.tokenizer import Tokenizer
     from drumline.data.tokens import MANIFEST, TOKENIZER, FileRecord, TokenFile, is_tokens
 

@@ -84,6 +84,13 @@ def other_source(source: str) -> Source:
     raise DataError(f"{source} does not exist", fix=_fix_for_missing(path))
 
 
+def check_sources(data: DataConfig) -> None:
+    """Refuse text that does not exist; nothing is read."""
+    for source in (data.train_data_path, data.valid_data_path):
+        if source not in (None, "builtin") and not is_tokens(source):
+            other_source(source).key()
+
+
 def data_note(data: DataConfig, skipped: Skipped | None = None) -> str:
     """What users should know about the text of a run: what its files' names hold out, and what was skipped."""
     note = f"; skipped {skipped.count} unreadable, first: {skipped.first[0]}" if skipped and skipped.count else ""

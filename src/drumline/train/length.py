@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from drumline.config import TrainConfig
+from drumline.config import RunConfig, TrainConfig
 from drumline.data import Batches, mix
 from drumline.files import RunFolder
 from drumline.parallel import Pulse, World
@@ -18,11 +18,14 @@ from drumline.report import Record, Records
 from drumline.train.setup import Setup
 from drumline.units import duration
 
-Trial = tuple[Setup, Callable[[Pulse], Record] | None]
+Evaluator = Callable[..., Callable[[Pulse], Record] | None]
+"""Makes the evaluation of a config and a setup."""
 _TRIAL_S, _WARM_UPS, _FEWEST = 4.0, 2, 3
+_TRIAL_SHARE = 0.1
+"""Of the whole time: after this, without the first step, the trial ends, however few steps it has seen."""
+_EVALUATIONS, _EVALUATION_SHARE = 11, 0.1
+"""One per tenth of the run, and about as much again for what happens at its end; of the whole time for all of them."""
 _LONG_S = 60.0
-_EVALUATIONS = 11
-"""One per tenth of the run, and about as much again for what happens at its end."""
 
 
 def steps_in_epochs(config: TrainConfig, batches: Batches) -> int:
@@ -30,42 +33,81 @@ def steps_in_epochs(config: TrainConfig, batches: Batches) -> int:
     return math.ceil(config.batch.epochs * batches.items / batches.plan.sequences)
 
 
-def steps_in_minutes(minutes: float, folder: RunFolder, world: World, trial: Callable[[], Trial]) -> int:
-    """The number of steps that this machine can do in that time. A resumed run keeps the number from its start.
+def steps_in_minutes(
+    config: TrainConfig,
+    stored: TrainConfig | None,
+    folder: RunFolder,
+    world: World,
+    trial: Callable[[], Setup],
+    evaluator: Evaluator,
+) -> tuple[TrainConfig, int]:
+    """The steps that this machine can do in that time, and the config with evaluations that leave room for them.
+
+    A resumed run keeps what was chosen at its start.
 
     trial: a setup to measure with; its weights change, so it is not the one to train
     """
-    chosen: int | None = world.on_rank0(lambda: folder.read_status().get("total_steps"))
-    return chosen or _measured(minutes, *trial())
+    steps: int | None = world.on_rank0(lambda: folder.read_status().get("total_steps"))
+    windows = config.run.eval_windows
+    if steps is None:
+        steps, windows = _measured(config, trial(), evaluator)
+    elif stored is not None and windows == RunConfig().eval_windows:
+        windows = stored.run.eval_windows
+    return replace(config, run=replace(config.run, eval_windows=windows)), steps
 
 
-def _measured(minutes: float, setup: Setup, evaluate: Callable[[Pulse], Record] | None) -> int:
+def _measured(config: TrainConfig, setup: Setup, evaluator: Evaluator) -> tuple[int, int]:
+    """The number of steps, and of validation sequences per evaluation."""
+    assert config.batch.minutes is not None and config.batch.batch_size is not None
+    began_s, budget_s = time.perf_counter(), 60.0 * config.batch.minutes
+    steps_s: list[float] = []
+    while not setup.world.on_rank0(lambda: _is_enough(steps_s, budget_s)):
+        steps_s.append(_seconds(lambda: _train(setup, len(steps_s))))
+    few = config.batch.batch_size * setup.world.size  # one batch on each rank
+    evaluate = evaluator(replace(config, run=replace(config.run, eval_windows=few)), setup=setup)
+    few_s = _seconds(lambda: evaluate(Pulse())) if evaluate else 0.0
+    return setup.world.on_rank0(
+        lambda: _fitting(
+            budget_s,
+            spent_s=time.perf_counter() - began_s,
+            steps_s=steps_s,
+            window_s=few_s / few,
+            windows=(few, config.run.eval_windows),
+        )
+    )
+
+
+def _fitting(
+    budget_s: float, *, spent_s: float, steps_s: list[float], window_s: float, windows: tuple[int, int]
+) -> tuple[int, int]:
+    """The steps, and validation sequences per evaluation, that fit into the time that the trial has left.
+
+    windows: the fewest and the most sequences. Neither evaluations nor the trial may use up the time for steps.
+    """
+    first = _WARM_UPS if len(steps_s) >= _WARM_UPS + _FEWEST else 1
+    steady = sorted(steps_s[first:])
+    most_s = _EVALUATION_SHARE * budget_s
+    affordable = int(most_s / (_EVALUATIONS * window_s)) if window_s else windows[1]
+    chosen = min(windows[1], max(windows[0], affordable))
+    left_s = budget_s - min(spent_s, budget_s / 2) - min(most_s, _EVALUATIONS * chosen * window_s)
+    return max(1, int(left_s / steady[(len(steady) - 1) // 2])), chosen
+
+
+def _is_enough(steps_s: list[float], budget_s: float) -> bool:
+    """Whether the trial has seen steps for a few seconds after the first ones; a slow one ends earlier."""
+    steady, share_s = steps_s[_WARM_UPS:], _TRIAL_SHARE * budget_s
+    return sum(steps_s[1:]) > share_s or (len(steady) >= _FEWEST and sum(steady) > min(_TRIAL_S, share_s))
+
+
+def _seconds(work: Callable[[], object]) -> float:
     began_s = time.perf_counter()
-    steps_s = [_seconds(setup, step) for step in _trial_steps(began_s, setup)][_WARM_UPS:]
-    evaluation_s = 0.0
-    if evaluate is not None:
-        start_s = time.perf_counter()
-        evaluate(Pulse())
-        evaluation_s = time.perf_counter() - start_s
-    step_s = sorted(steps_s)[len(steps_s) // 2]
-    left_s = 60.0 * minutes - (time.perf_counter() - began_s) - _EVALUATIONS * evaluation_s
-    return int(setup.world.on_rank0(lambda: max(1, int(left_s / step_s))))
+    work()
+    return time.perf_counter() - began_s
 
 
-def _trial_steps(began_s: float, setup: Setup) -> Iterator[int]:
-    """As many as fit in a few seconds on rank 0, but at least a few."""
-    for step in itertools.count():
-        enough = step >= _WARM_UPS + _FEWEST and time.perf_counter() - began_s > _TRIAL_S
-        if setup.world.on_rank0(lambda enough=enough: enough):  # type: ignore[misc]
-            return
-        yield step
-
-
-def _seconds(setup: Setup, step: int) -> float:
-    began_s = time.perf_counter()
+def _train(setup: Setup, step: int) -> None:
     gradient = setup.step.gradient(_micro_batches(setup, step))
     setup.step.update(gradient, lr=0.0)()
-    return time.perf_counter() - began_s
 
 
 def _micro_batches(setup: Setup, step: int) -> Iterator[Any]:

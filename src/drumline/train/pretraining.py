@@ -72,13 +72,12 @@ def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
     with ExitStack() as open_parts:
         world.on_rank0(lambda: open_parts.enter_context(folder.hold()))
         own_pulse().tell_run_dir(folder.path)
-        total_steps = _total_steps(config, folder, data, world)
+        config, total_steps = _with_length(config, stored, folder, data, world)
         records = world.on_all_ranks(lambda: _open_records(config, folder, data, world))
         open_parts.callback(records.close)
         setup = _setup(config, folder, data, world, records, total_steps=total_steps)
         intervals = _intervals(config, total_steps=total_steps)
-        advice = room("elastic").under_torchrun() if "TORCHELASTIC_RUN_ID" in os.environ else []
-        records.say("\n".join([*introduction(config, data, setup, total_steps=total_steps), *advice]))
+        records.say("\n".join(introduction(config, data, setup, total_steps=total_steps)))
         with assembled(setup, intervals, records, evaluate=_evaluator(config, data, setup)) as loop:
             result = loop.run()
         return conclude(config, data, setup, records, result) if world.is_rank0 else result
@@ -144,19 +143,18 @@ def _check_memory(config: TrainConfig, world: World) -> None:
         room("bench").check_memory(config, world)
 
 
-def _total_steps(config: TrainConfig, folder: RunFolder, data: Data, world: World) -> int:
+def _with_length(
+    config: TrainConfig, stored: TrainConfig | None, folder: RunFolder, data: Data, world: World
+) -> tuple[TrainConfig, int]:
+    """The number of steps, and the config with what depends on it."""
     if config.batch.total_steps is not None:
-        return config.batch.total_steps
+        return config, config.batch.total_steps
     from drumline.train.length import steps_in_epochs, steps_in_minutes
 
     if config.batch.minutes is None:
-        return steps_in_epochs(config, world.on_all_ranks(lambda: _batches(config, data, total_steps=0)))
-
-    def trial() -> tuple[Setup, Callable[[Pulse], Record] | None]:
-        setup = _setup(config, folder, data, world, None, total_steps=1)
-        return setup, _evaluator(config, data, setup)
-
-    return steps_in_minutes(config.batch.minutes, folder, world, trial)
+        return config, steps_in_epochs(config, world.on_all_ranks(lambda: _batches(config, data, total_steps=0)))
+    trial = partial(_setup, config, folder, data, world, None, total_steps=1)
+    return steps_in_minutes(config, stored, folder, world, trial, partial(_evaluator, data=data))
 
 
 def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: World) -> Records:

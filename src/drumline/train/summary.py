@@ -16,9 +16,6 @@ from drumline.train.loop import FitResult
 from drumline.train.setup import Setup
 from drumline.units import count
 
-_BUSY = 1.5
-"""Above this load per core, the cores are not free for a run, and it says so."""
-
 
 def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: int) -> list[str]:
     batches, plan, precision = setup.batches, setup.batches.plan, setup.step.precision
@@ -36,9 +33,7 @@ def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: 
         note += data_note(config.data, data.skipped)
     if isinstance(batches, TokenBatches) and batches.short_steps:
         short = f"; the first {batches.short_steps:,} with a context of {batches.context_of(0)}"
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    busy = f"load   {load:.1f} on {cores} cores: others slow this run down; OMP_WAIT_POLICY=passive helps beside them"
-    return [
+    lines = [
         f"run    {setup.folder.path}",
         f"model  {config.model.preset}: {count(parameters)} parameters, context {batches.tokens_per_item}, "
         f"on {precision.device.type} in {str(precision.dtype).removeprefix('torch.')}"
@@ -49,8 +44,12 @@ def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: 
         f"= {plan.sequences * batches.tokens_per_item:,} tokens",
         f"lr     {lr}",
         f"steps  {total_steps:,}, which is {total_steps * plan.sequences / batches.items:.2f} epochs{short}",
-        *([busy] if precision.device.type == "cpu" and load > _BUSY * cores else []),
     ]
+    if "LOCAL_WORLD_SIZE" in os.environ or config.batch.minutes or os.getloadavg()[0] > (os.cpu_count() or 1):
+        from drumline.train.advice import advice
+
+        lines += advice(config, device=precision.device.type, total_steps=total_steps)
+    return lines
 
 
 def conclude(config: TrainConfig, data: Data, setup: Setup, records: Records, result: FitResult) -> FitResult:
