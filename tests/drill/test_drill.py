@@ -65,6 +65,7 @@ def test_a_drill_that_did_not_hold_exits_with_a_code_of_its_own(
         (["--faults", "kill,flood"], "'flood' is not a fault"),
         (["--ranks", "1"], "1 ranks"),
         (["--minutes", "0"], "0 minutes"),
+        (["--folder", "/dev/null/drill"], "/dev/null/drill cannot be made (Not a directory)"),
     ],
 )
 def test_mistakes_are_told_in_two_lines(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

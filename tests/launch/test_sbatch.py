@@ -232,6 +232,23 @@ def test_what_sbatch_says_against_a_job_is_passed_on(tmp_path: Path, monkeypatch
     assert "--sbatch=--OPTION=VALUE" in raised.value.fix
 
 
+def test_a_job_that_cannot_be_submitted_from_here_leaves_nothing_and_the_fix_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)"
+    (tmp_path / "sbatch").write_text(f"#!/bin/bash\necho '{said}' >&2\nexit 1\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    (tmp_path / "mine.sbatch").write_text("mine\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for script in ("new/folders/here.sbatch", "mine.sbatch"):
+        with pytest.raises(DrumlineError, match="Unable to contact slurm controller") as raised:
+            launch(*TWO_BY_EIGHT, "--script", script, "--", *TRAIN)
+        assert "cannot reach the SLURM controller" in raised.value.fix
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.sbatch", "sbatch"]
+    assert (tmp_path / "mine.sbatch").read_text() == "mine\n"
+
+
 SLOW = '''
 import os, time
 from drumline.model.gpt import GPT

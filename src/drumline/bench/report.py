@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from drumline.bench.bench import Report
+from drumline.report import command
 from drumline.units import count
 
 PART_COLUMNS = ("part of a step", "ms", "share")
@@ -31,7 +32,7 @@ def summary(report: Report) -> list[str]:
         limit = count(report.search.limit_bytes)
         lines += [
             f"{'batch_size':<12} {report.batch_size}, {which} in {limit}B; to train with it:",
-            f"  drumline train --preset {report.preset} --batch_size {report.batch_size} "
+            f"  {command('train', '--preset', report.preset, '--batch_size', report.batch_size)} "
             f"--global_batch_size {report.global_batch_size}",
         ]
     return lines

@@ -44,16 +44,9 @@ def find_snapshots(run: RunFolder, world: World, *, takes: bool) -> Snapshots | 
     run_id = world.on_rank0(run.run_id)
     if not takes and not snapshot_folder(run_id).exists():
         return None
-    from drumline.checkpoint.snapshots import Snapshots
-    from drumline.files import make_private
+    from drumline.checkpoint.snapshots import open_snapshots
 
-    if not make_private(snapshot_folder(run_id).parent):
-        return None
-
-    snapshots = Snapshots.of(run, run_id)
-    if world.place.local_rank == 0:
-        snapshots.forget_others()
-    return snapshots
+    return open_snapshots(run, run_id, forgets=world.place.local_rank == 0)
 
 
 def snapshot_folder(run_id: str) -> Path:

@@ -23,12 +23,22 @@ from drumline.checkpoint.newest import newest_valid
 from drumline.checkpoint.resuming import snapshot_folder
 from drumline.checkpoint.state import Staging
 from drumline.checkpoint.storage import write_tensors
-from drumline.files import CHECKPOINT_PREFIX, Lock, RunFolder
+from drumline.files import CHECKPOINT_PREFIX, Lock, RunFolder, make_private
 from drumline.units import count
 
 _FORGOTTEN_S = 7 * 86400.0
 _LOCK, _OWNER = ".lock", "run"
 """The file with the path of the run folder."""
+
+
+def open_snapshots(run: RunFolder, run_id: str, *, forgets: bool) -> Snapshots | None:
+    """The snapshots of a run on this host; None if their folder is not of this user. forgets: deletes old ones"""
+    if not make_private(snapshot_folder(run_id).parent):
+        return None
+    snapshots = Snapshots.of(run, run_id)
+    if forgets:
+        snapshots.forget_others()
+    return snapshots
 
 
 class Snapshots:

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from drumline.config import flag
-from drumline.errors import EXIT_INTERRUPTED, EXIT_USAGE, DrumlineError
 from drumline.signals import end_at_once
 
 if TYPE_CHECKING:
@@ -53,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     code = run_command(words)
     uses_gloo = os.environ.get("WORLD_SIZE", "1") != "1" or words[:1] == ["doctor"]
     if "torch" not in sys.modules or not (PROCESS.is_ours or uses_gloo):
+        from drumline.files import stdout_is_unread
+
+        stdout_is_unread()
         sys.exit(code)
     # Everything is saved and printed. Tearing down an interpreter with torch takes a third of a second, and gloo's
     # threads sometimes abort a process that is already done, which would make an elastic launcher repeat the run.
@@ -75,8 +77,6 @@ def run_command(argv: list[str]) -> int:
 
         sys.stdout.write(overview())
         return 0
-    from cyclopts import CycloptsError
-
     app = parser()
     try:
         if argv[:1] == ["train"] and _names_files(argv):
@@ -85,14 +85,12 @@ def run_command(argv: list[str]) -> int:
             app.config = file_layers(argv)
         code: int | None = app(argv, exit_on_error=False, print_error=False)
         return code or 0
-    except CycloptsError as error:
-        from drumline.cli.usage import explained
+    except (Exception, KeyboardInterrupt) as error:
+        from drumline.cli.usage import exit_code
 
-        return _report(explained(error, argv), EXIT_USAGE)
-    except DrumlineError as error:
-        return _report(error, error.exit_code)
-    except KeyboardInterrupt:
-        return _report(DrumlineError("interrupted", fix="run the same command again"), EXIT_INTERRUPTED)
+        if (code := exit_code(error, argv)) is None:
+            raise
+        return code
     finally:
         app.config = []
 
@@ -118,9 +116,3 @@ def parser() -> App:
 def _names_files(words: Sequence[str]) -> bool:
     """Whether settings may come from files: --config, or an existing run."""
     return bool(flag(words, "config") or flag(words, "resume_from")) or os.path.exists(flag(words, "run_dir") or "")
-
-
-def _report(error: DrumlineError, code: int) -> int:
-    from drumline.report import report_error
-
-    return report_error(error, code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ from drumline.errors import EXIT_INTERRUPTED, DrumlineError
 
 if TYPE_CHECKING:
     from drumline.bench import Report
+    from drumline.config import TrainConfig
 
 _DEFAULTS = BenchConfig()
 
@@ -97,3 +99,13 @@ def _show(report: Report) -> None:
         print_line("")
     if report.table:
         print_table(TABLE_COLUMNS, table_rows(report))
+
+
+def print_dry_run(config: TrainConfig, *, nproc: int) -> int:
+    """`train --dry_run`: the config on stdout, to redirect to a file, estimates on stderr; returns the exit code."""
+    from drumline.bench import describe
+
+    toml, estimates = describe(config, nproc=nproc)
+    print(toml)
+    print(estimates, file=sys.stderr)
+    return 0

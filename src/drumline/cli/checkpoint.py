@@ -74,14 +74,14 @@ def export(
         Overwrite an existing file.
     """
     from drumline.checkpoint import export_checkpoint
-    from drumline.report import print_line
+    from drumline.report import command, print_line
     from drumline.units import count
 
     chosen, file, damaged = export_checkpoint(run, step=step, out=out, force=force)
     for problem in damaged:
         print_line(f"warning: {problem}; using {chosen.path.name} instead")
     print_line(f"wrote {file}: step {chosen.step:,}, {count(file.stat().st_size)}B")
-    print_line(f"to resume from it:\n  drumline train --run_dir {run} --resume_from {file}")
+    print_line(f"to resume from it:\n  {command('train', '--run_dir', run, '--resume_from', file)}")
     return 0
 
 

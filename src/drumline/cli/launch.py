@@ -131,7 +131,6 @@ def slurm(
     if dry_run:
         _print_exactly(f"{job.text()}{shlex.join(job.submission)}\n")
         return 0
-    write_file(job.script, job.text())
     number = submit(job)
     print_line(f"job {number} submitted: {job.script}")
     print_line(f"follow:  tail -F {shlex.quote(str(job.output(number)))}")

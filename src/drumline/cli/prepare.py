@@ -47,7 +47,7 @@ def prepare(
     from drumline.config import DataConfig
     from drumline.data import Corpus, Recipe, Tokenizer, data_note
     from drumline.data import prepare as prepare_tokens
-    from drumline.report import preparing
+    from drumline.report import command, preparing
 
     corpus = Corpus(source, field, on_error, valid, valid_fraction)
     recipe = Recipe(corpus, Tokenizer.load(tokenizer) if tokenizer else None, vocab_size)
@@ -57,7 +57,7 @@ def prepare(
         print(line)
     if note := data_note(DataConfig(train_data_path=source, valid_data_path=valid)):
         print(note.removeprefix("; "))
-    print(f"next:\n  drumline train --train_data_path {out}")
+    print(f"next:\n  {command('train', '--train_data_path', out)}")
     return 0
 
 

@@ -70,12 +70,9 @@ def run_training(
     settings = TrainConfig(model=model, data=data, batch=batch, optim=optim, run=run, ranks=ranks, records=records)
     preset(model.preset)  # a wrong name is told before torch is imported
     if dry_run:
-        from drumline.bench import describe
+        from drumline.cli.bench import print_dry_run
 
-        toml, estimates = describe(settings, nproc=ranks_to_start(settings))
-        print(toml)
-        print(estimates, file=sys.stderr)
-        return 0
+        return print_dry_run(settings, nproc=ranks_to_start(settings))
     # Must be set before torch is imported. torch's warnings about stores say less than drumline's own messages.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if ranks.nproc and "RANK" not in os.environ:

@@ -1,4 +1,4 @@
-"""A command line that cannot be parsed: what was probably meant."""
+"""A command that ends with an exception: what is printed, such as the command line that was probably meant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from cyclopts import CycloptsError, UnknownOptionError, UnusedCliTokensError
 
 from drumline.cli.app import parser
 from drumline.config import TrainConfig
-from drumline.errors import UsageError
+from drumline.errors import EXIT_INTERRUPTED, EXIT_USAGE, EXIT_USER, DrumlineError, UsageError
+from drumline.files import stdout_is_unread
+from drumline.report import report_error
 
 _MEANT = {
     "data": "train_data_path",
@@ -59,6 +61,18 @@ def normalized(words: Sequence[str]) -> list[str]:
         else:
             joined.append(word)
     return joined
+
+
+def exit_code(error: BaseException, argv: Sequence[str]) -> int | None:
+    """Explain an error to the user; None: it is a bug, which keeps its traceback."""
+    if isinstance(error, CycloptsError):
+        return report_error(explained(error, argv), EXIT_USAGE)
+    if isinstance(error, DrumlineError):
+        return report_error(error, error.exit_code)
+    if isinstance(error, KeyboardInterrupt):
+        return report_error(DrumlineError("interrupted", fix="run the same command again"), EXIT_INTERRUPTED)
+    # As in `drumline sample RUN | head -1`. A connection to another host can break, too.
+    return EXIT_USER if isinstance(error, BrokenPipeError) and stdout_is_unread() else None
 
 
 def explained(error: CycloptsError, words: Sequence[str]) -> UsageError:

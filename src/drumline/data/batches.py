@@ -191,12 +191,9 @@ class TokenBatches:
         return self._context // SHORT_PARTS if step < self.short_steps else self._context
 
     def names(self, step: int, index: int | None = None) -> list[str]:
-        from drumline.data.opening import document_names
+        from drumline.data.opening import names_of_windows
 
-        names: dict[str, None] = {}  # in order, each once
-        for window in visits(self, self._seed, step, index).tolist():
-            names |= dict.fromkeys(document_names(self._tokens, window * self._context, (window + 1) * self._context))
-        return list(names)
+        return names_of_windows(self._tokens, visits(self, self._seed, step, index).tolist(), self._context)
 
 
 def window_batch(

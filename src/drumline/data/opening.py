@@ -360,3 +360,11 @@ def document_names(file: TokenFile, start: int, stop: int) -> list[str]:
     first, last = np.searchsorted(file.document_ends, inside, side="right").tolist()
     with open(file.names_path, encoding="utf-8", newline="\n") as lines:
         return [line.rstrip("\n") for line in itertools.islice(lines, first, last + 1)]
+
+
+def names_of_windows(file: TokenFile, windows: Sequence[int], context: int) -> list[str]:
+    """Names of the documents in some windows of `context` tokens, in order, each once."""
+    names: dict[str, None] = {}
+    for window in windows:
+        names |= dict.fromkeys(document_names(file, window * context, (window + 1) * context))
+    return list(names)

@@ -129,8 +129,13 @@ def run_drill(config: DrillConfig, *, say: Callable[[str], None]) -> DrillReport
     if config.folder.exists() and any(config.folder.iterdir()) and not (config.folder / REPORT).exists():
         raise ConfigError(f"{config.folder} exists and is not a drill folder", fix="choose another --folder")
     shutil.rmtree(config.folder, ignore_errors=True)
-    config.folder.mkdir(parents=True)
-    (config.folder / REPORT).write_text("{}\n", encoding="utf-8")
+    try:
+        config.folder.mkdir(parents=True)
+        (config.folder / REPORT).write_text("{}\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{config.folder} cannot be made ({error.strerror})", fix="choose another --folder, where you may write"
+        ) from None
     plan = schedule(config)
     report = DrillReport(steps=max(_STEPS_PER_FAULT * len(plan), round(config.minutes * 60 * 0.9 / STEP_S)))
     with drilled_run(config, steps=report.steps) as run:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         stored_config,
         stored_settings,
     )
-    from drumline.files.streams import forget_stdout, open_closed_streams
+    from drumline.files.streams import forget_stdout, open_closed_streams, stdout_is_unread
     from drumline.files.trust import CODE, DATA, check_code
     from drumline.files.verified import Parts, verify
 

@@ -134,8 +134,8 @@ class RunFolder:
 
 def choose_folder(config: TrainConfig) -> RunFolder:
     """The folder asked for; else runs/PRESET, runs/PRESET-2, ...: the first that is free, or this config unfinished."""
-    if config.run.run_dir is not None:
-        return RunFolder(Path(config.run.run_dir))
-    from drumline.files.runs import free_folder
+    if config.run.run_dir is None or os.path.exists(config.run.run_dir):
+        from drumline.files.runs import existing_or_free
 
-    return free_folder(config)
+        return existing_or_free(config)
+    return RunFolder(Path(config.run.run_dir))

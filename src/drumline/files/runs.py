@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import psutil
@@ -32,6 +33,13 @@ def _natural(path: Path) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
 
 
+def existing_or_free(config: TrainConfig) -> RunFolder:
+    """The existing folder that was asked for, or one that nobody uses."""
+    if config.run.run_dir is None:
+        return free_folder(config)
+    return own_folder(Path(config.run.run_dir), config.data.data_dir)
+
+
 def free_folder(config: TrainConfig) -> RunFolder:
     """The first of runs/PRESET, runs/PRESET-2, ... that does not exist, or is an unfinished run with this config."""
     return numbered_folder(config.model.preset, lambda folder: is_unfinished(folder) and _same(folder, config))
@@ -47,6 +55,23 @@ def numbered_folders(name: str) -> Iterator[RunFolder]:
     """runs/NAME, runs/NAME-2, ... without end, whether they exist or not."""
     names = (name if number == 1 else f"{name}-{number}" for number in count(1))
     return (RunFolder(RUNS_DIR / each) for each in names)
+
+
+def own_folder(path: Path, data_dir: str) -> RunFolder:
+    """A folder that exists, for a run; refused if it has files of others, and no run. data_dir: where tokens go"""
+    folder = RunFolder(path)
+    if any(part.exists() for part in (folder.config, folder.trainer, folder.checkpoints)) or not path.is_dir():
+        return folder  # what is no folder is not writable, and called that
+    # A run that could not start leaves some of its files.
+    of_runs = {part.name for part in vars(folder).values() if isinstance(part, Path)} | {"wandb"}
+    of_runs.add(os.path.relpath(data_dir, path).split(os.sep)[0])
+    others = sorted(part.name for part in path.iterdir() if part.name[0] != "." and part.name not in of_runs)
+    if others:
+        raise ConfigError(
+            f"{path} is no run, and has {len(others):,} other files or folders, such as {others[0]}",
+            fix=f"choose a --run_dir that is empty or does not exist, as in --run_dir {quote(str(path / 'run'))}",
+        )
+    return folder
 
 
 def is_unfinished(folder: RunFolder) -> bool:

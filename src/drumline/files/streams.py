@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from contextlib import suppress
 
@@ -16,6 +17,17 @@ def open_closed_streams() -> None:
                 continue
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor
             setattr(sys, name, open(number, "r" if number == 0 else "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def stdout_is_unread() -> bool:
+    """Whether nobody reads stdout any more, as after `| head -1`; what is still to be written is then discarded."""
+    with suppress(OSError, ValueError):
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+        if any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+            forget_stdout()
+            return True
+    return False
 
 
 def forget_stdout() -> None:

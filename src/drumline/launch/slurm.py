@@ -16,12 +16,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, DrumlineError
 from drumline.files import RunFolder
-from drumline.launch.job_command import JobCommand
+from drumline.launch.job_command import JobCommand, write_file
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d{1,2}){0,2})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -208,9 +209,15 @@ def _name_of(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "drumline"
 
 
+_NO_CONTROLLER = re.compile(r"controller|unknown host|connection refused|configuration source|connect failure", re.I)
+
+
 def submit(job: SlurmJob) -> str:
-    """Submit the script; returns the job id."""
+    """Write the script and submit it; returns the job id. A script that sbatch refuses is not left behind."""
     command = job.submission
+    before = job.script.read_text(encoding="utf-8") if job.script.is_file() else None
+    missing = [folder for folder in job.script.parents if not folder.exists()]
+    write_file(job.script, job.text())
     if shutil.which(command[0]) is None:
         raise ConfigError(
             f"sbatch is not installed on {socket.gethostname()}; {job.script} was written",
@@ -218,9 +225,25 @@ def submit(job: SlurmJob) -> str:
         )
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
+        _take_back(job.script, before, missing)
         said = next((line for line in done.stderr.splitlines() if line.strip()), f"exit code {done.returncode}")
+        fix = "correct the option; extra sbatch options: --sbatch=--OPTION=VALUE"
+        if _NO_CONTROLLER.search(done.stderr):
+            fix = (
+                f"{socket.gethostname()} cannot reach the SLURM controller: submit from a host of the cluster that can"
+            )
         raise DrumlineError(
-            f"sbatch refused {job.script}: {said.removeprefix('sbatch: ').removeprefix('error: ')}",
-            fix="correct the option; extra sbatch options: --sbatch=--OPTION=VALUE",
+            f"sbatch refused {job.script}: {said.removeprefix('sbatch: ').removeprefix('error: ')}", fix=fix
         )
     return done.stdout.strip().split(";")[0]
+
+
+def _take_back(script: Path, before: str | None, missing: Sequence[Path]) -> None:
+    """Leave everything as it was before the script was written. missing: folders that were made, the innermost first"""
+    with suppress(OSError):
+        if before is not None:
+            write_file(script, before)
+            return
+        script.unlink()
+        for folder in missing:
+            folder.rmdir()

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
+    from drumline.report.commands import command
     from drumline.report.epochs import with_epochs
     from drumline.report.errors import is_to_tell, report_error, tell
     from drumline.report.plots import plot_loss, save_figure

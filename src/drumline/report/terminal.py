@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from drumline.report.commands import command
 from drumline.units import count
 
 if TYPE_CHECKING:  # imports torch, which the other tables do not need
@@ -21,7 +22,7 @@ def print_runs(rows: Sequence[dict[str, Any]], where: Path) -> None:
     """One row per run. In a narrow terminal a long name takes several lines, but no number is cut."""
     console = _console()
     if not rows:
-        console.print(f"no runs in {where}; start one with `drumline train`", highlight=False)
+        console.print(f"no runs in {where}; start one with `{command('train')}`", highlight=False)
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("run", overflow="fold")

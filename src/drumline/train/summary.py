@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-import shlex
 from dataclasses import replace
 
 from drumline.config import TrainConfig, preset
 from drumline.data import Data, TokenBatches
 from drumline.lazy import room
-from drumline.report import Records, plot_loss
+from drumline.report import Records, command, plot_loss
 from drumline.signals import raising
 from drumline.train.loop import FitResult
 from drumline.train.setup import Setup
@@ -54,7 +53,7 @@ def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: 
 
 def conclude(config: TrainConfig, data: Data, setup: Setup, records: Records, result: FitResult) -> FitResult:
     """How the run ended, with everything shown at its end, unless a signal interrupts that."""
-    again = f"drumline train --run_dir {shlex.quote(str(setup.folder.path))}"
+    again = command("train", "--run_dir", setup.folder.path)
     if result.state != "finished":
         records.say(f"stopped at step {result.step:,}, everything is saved; to resume:\n  {again}")
         return result
@@ -71,13 +70,12 @@ def conclude(config: TrainConfig, data: Data, setup: Setup, records: Records, re
 
 
 def _show_results(config: TrainConfig, data: Data, setup: Setup, records: Records, result: FitResult) -> None:
-    folder, generate, next_steps = setup.folder, room("generate"), ["drumline runs"]
-    path = shlex.quote(str(folder.path))
+    folder, generate, next_steps = setup.folder, room("generate"), [command("runs")]
     title = f"{config.model.preset} on {config.data.train_data_path}"
     if records.flush(patient=True):
         records.attempt(str(folder.loss_plot), lambda: plot_loss(folder.metrics, folder.loss_plot, title=title))
     if data.valid is not None:
-        next_steps.insert(0, f"drumline evaluate {path}")
+        next_steps.insert(0, command("evaluate", folder.path))
     if data.tokenizer is not None and generate.can_write(setup.step.model):
         prompt = config.records.sample_prompt
         settings = generate.SampleConfig(max_tokens=120, seed=config.run.seed)
@@ -87,8 +85,8 @@ def _show_results(config: TrainConfig, data: Data, setup: Setup, records: Record
         )
         indented = "\n".join(f"  | {line}" for line in (prompt + tokenizer.decode(list(ids))).splitlines())
         records.say(f"\nsample:\n{indented}")
-        example = " --prompt 'def '" if config.data.train_data_path == "builtin" else ""
-        next_steps.insert(0, f"drumline sample {path}{example}")
+        example = ["--prompt", "def "] if config.data.train_data_path == "builtin" else []
+        next_steps.insert(0, command("sample", folder.path, *example))
     records.say(
         f"\nfinished: {folder.path} (loss curve: {folder.loss_plot})\nweights sha256 {result.weights_sha256}\n"
         + "\n  ".join(["next:", *next_steps])
