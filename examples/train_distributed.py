@@ -20,6 +20,6 @@ parser.add_argument("--local_rank", "--local-rank", type=int)
 
 if __name__ == "__main__":
     args, flags = parser.parse_known_args()
-    if args.world_size or not args.distributed:  # ignored under torchrun and srun, which start the ranks
-        flags += ["--nproc", str(args.world_size or 1)]
+    if args.world_size is not None or not args.distributed:  # ignored under torchrun and srun, which start the ranks
+        flags += ["--nproc", str(1 if args.world_size is None else args.world_size)]
     main(["train", *flags])

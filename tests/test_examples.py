@@ -217,6 +217,12 @@ def test_a_run_that_goes_on_ends_with_the_weights_of_an_uninterrupted_one(tmp_pa
 
 
 @pytest.mark.long
+def test_no_ranks_are_refused(tmp_path: Path) -> None:
+    with start(tmp_path, str(EXAMPLES / "train_distributed.py"), "--distributed", "--world_size", "0") as process:
+        said, _ = process.communicate(timeout=TIMEOUT_S)
+    assert "nproc" in said and process.returncode in (1, 2), said
+
+
 def test_the_commands_for_train_distributed_work_in_their_order_in_one_folder(tmp_path: Path) -> None:
     tokens = (np.arange(4000) * 7 % 290).astype("<u2")
     tokens.tofile(tmp_path / "train.bin")

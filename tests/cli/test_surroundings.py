@@ -81,3 +81,54 @@ def test_commands_to_type_are_those_that_this_shell_finds(
     monkeypatch.setattr("sys.argv", [started_as])
     monkeypatch.setattr("sys.executable", str(tmp_path / "v/python"))
     assert command_line("train", "--run_dir", "runs/a b") == f"{shown} train --run_dir 'runs/a b'"
+
+
+def test_control_characters_of_a_sample_are_shown_not_obeyed(
+    train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert train("--run_dir", "run", "--sample_prompt", "a\x1b[2J\tb\0") == 0
+    assert "  | a\\x1b[2J\tb\\x00" in capsys.readouterr().out
+    assert b"\x1b" not in Path("run/train.log").read_bytes()
+    assert run_command(["sample", "run", "--prompt", "a\x0e\nb", "--max_tokens", "1"]) == 0
+    assert capsys.readouterr().out.startswith("a\\x0e\nb")
+
+
+def test_a_run_without_its_tokenizer_is_told_which_file_is_missing(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--run_dir", "run") == 0
+    Path("run/tokenizer.json").unlink()
+    capsys.readouterr()
+    assert run_command(["sample", "run"]) == EXIT_USER
+    assert "the run run has no tokenizer.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("launch slurm", 2, "see drumline launch slurm --help"),
+        ("launch k8s", 2, "see drumline launch k8s --help"),
+        ("runs nosuch", 1, "error: nosuch does not exist"),
+        ("runs file", 1, "error: file is not a folder"),
+        ("launch --hostfile nosuch -- train", 1, "cannot read the hosts in nosuch: No such file or directory"),
+        ("prepare tokens --out other", 1, "error: tokens is tokenized already"),
+    ],
+)
+def test_what_is_missing_or_another_thing_is_named(
+    here: Path, capsys: pytest.CaptureFixture[str], command: str, code: int, said: str
+) -> None:
+    (here / "file").touch()
+    if "tokens" in command:
+        assert run_command(["prepare", "text", "--out", "tokens", "--vocab_size", "1000000"]) == 0
+        assert "the text is too small for a vocabulary of 1,000,000" in capsys.readouterr().out
+    assert run_command(command.split()) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and said in "\n".join(lines)
+
+
+def test_a_run_whose_status_cannot_be_read_is_not_called_new(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--run_dir", "runs/one") == 0
+    Path("runs/one/status.json").write_text("{")
+    capsys.readouterr()
+    assert run_command(["runs"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["runs/one", "unknown", "6/?"]

@@ -67,7 +67,7 @@ def test_what_is_no_number_is_not_shown(tmp_path: Path) -> None:
     folder.status.write_text('{"state": "running", "step": "two", "total_steps": null, "pid": "x", "host": 1}')
     plot_loss(folder.metrics, folder.loss_plot, title="edited")
     code, said = drumline("runs", ".", cwd=tmp_path)
-    assert code == 0 and "2/0  2.5000" in said, said
+    assert code == 0 and "2/?  2.5000" in said, said
 
 
 def test_a_metrics_file_that_is_none_is_no_reason_to_stop(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from drumline.errors import CheckpointError, ConfigError, TrainingError
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
 from drumline.train.setup import due
+from drumline.train.step import StepResult
+from drumline.trainer.callbacks import Callback
 from drumline.trainer.trainer import Trainer
 
 
@@ -221,3 +223,24 @@ def test_a_signal_stops_the_run_at_a_saved_step_and_it_goes_on_to_the_same_bits(
     with start(stopped_at + 5) as process:
         assert process.stdout is not None
         assert process.stdout.read().splitlines()[-1].split() == resumed
+
+
+@pytest.mark.parametrize("name", ["save_every", "log_every", "eval_every"])
+def test_an_interval_of_nothing_is_refused(tmp_path: Path, name: str) -> None:
+    for value in (0, -1):
+        with pytest.raises(ConfigError, match=f"{name} is {value}"):
+            make(tmp_path).fit(epochs=1, **{name: value})
+    with pytest.raises(ConfigError, match="save_every is 0"):
+        make(tmp_path, save_every=0).fit(epochs=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_is_interrupted_at_once_counts_as_stopped(tmp_path: Path) -> None:
+    class SecondCtrlC(Callback):
+        def on_step(self, trainer: Trainer, step: int, result: StepResult) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path, callbacks=[SecondCtrlC()]).fit(epochs=1)
+    status = RunFolder(tmp_path).read_status()
+    assert (status["state"], status["cause"]) == ("stopped", "interrupted")

@@ -88,7 +88,8 @@ def export_checkpoint(
         file.parent.mkdir(parents=True, exist_ok=True)
         write_single_file(chosen, file, settings=_settings(folder), tokenizer=_tokenizer(folder))
     except (OSError, RuntimeError) as error:  # torch's writer turns one into the other
-        raise ConfigError(f"{file} is not writable ({error})", fix="choose another file: --out FILE") from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{file} is not writable ({why})", fix="choose another file: --out FILE") from None
     return chosen, file, list(damaged.values())
 
 

@@ -84,10 +84,10 @@ def sample(
     trust
         Run installed code that the config of a run from elsewhere names (package.module:name).
     """
-    from drumline.generate import SampleConfig, sample_run
+    from drumline.generate import VISIBLE, SampleConfig, sample_run
 
     settings = SampleConfig(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens)
     for piece in sample_run(run, prompt, settings, device=device, trusts=trust):
-        print(piece, end="", flush=True)
+        print(piece.translate(VISIBLE), end="", flush=True)
     print()
     return 0

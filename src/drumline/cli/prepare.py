@@ -45,16 +45,21 @@ def prepare(
         Fraction of the documents to hold out if there is no validation data.
     """
     from drumline.config import DataConfig
-    from drumline.data import Corpus, Recipe, Tokenizer, data_note
+    from drumline.data import MANIFEST, Corpus, Recipe, Tokenizer, data_note, is_tokens
     from drumline.data import prepare as prepare_tokens
+    from drumline.errors import ConfigError
     from drumline.report import command, preparing
 
+    if (Path(source) / MANIFEST).is_file() and is_tokens(source):
+        raise ConfigError(f"{source} is tokenized already", fix=command("train", "--train_data_path", source))
     corpus = Corpus(source, field, on_error, valid, valid_fraction)
     recipe = Recipe(corpus, Tokenizer.load(tokenizer) if tokenizer else None, vocab_size)
     with preparing() as progress:
         made = prepare_tokens(recipe, out, progress=progress)
     for line in prepared_lines(made):
         print(line)
+    if tokenizer is None and made.manifest.vocab_size < vocab_size:
+        print(f"the text is too small for a vocabulary of {vocab_size:,}")
     if note := data_note(DataConfig(train_data_path=source, valid_data_path=valid)):
         print(note.removeprefix("; "))
     print(f"next:\n  {command('train', '--train_data_path', out)}")

@@ -19,8 +19,12 @@ def runs(where: Path = Path("runs"), /, *, json: Annotated[bool, Parameter(negat
     json
         Print JSON.
     """
+    from drumline.errors import ConfigError
     from drumline.report import list_runs, print_runs
 
+    if not where.is_dir() and where != Path("runs"):  # without any run, there is no folder of runs yet
+        problem = "is not a folder" if where.exists() else "does not exist"
+        raise ConfigError(f"{where} {problem}", fix="give the folder that contains the runs; default: runs")
     rows = list(list_runs(where))
     if json:
         print(json_format.dumps(rows, indent=2))

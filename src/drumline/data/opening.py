@@ -156,7 +156,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}", fix=again) from error
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}", fix=again) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f"{path} is not the manifest of a prepared folder", fix="use a folder made by drumline prepare")
     version = content.get("format_version")

@@ -146,7 +146,7 @@ def run_of(path: Path) -> RunFolder:
 
 def not_writable(folder: RunFolder, error: OSError) -> ConfigError:
     return ConfigError(
-        f"{folder.path} is not writable ({error})",
+        f"{folder.path} is not writable ({error.strerror or error})",
         fix="free up space or fix its permissions, or choose another --run_dir",
     )
 

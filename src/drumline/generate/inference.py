@@ -65,7 +65,7 @@ def sample_run(
     if run.tokenizer is None:
         raise ConfigError(
             f"the run {path} has no {run.folder.tokenizer.name}, which is needed to generate text",
-            fix="train with --tokenizer if the data are .bin files without one",
+            fix="copy it from the folder of its tokens; if they are .bin files without one, train with --tokenizer",
         )
     if not can_write(run.model):
         raise ConfigError(

@@ -57,7 +57,8 @@ def load_run(path: Path, *, trusts: bool = False) -> LoadedRun:
     for problem in damaged:
         to_stderr(f"warning: {problem}; using {checkpoint.path.name} instead")
     tokenizer = Tokenizer.load(folder.tokenizer) if folder.tokenizer.exists() else None
-    vocab_size = tokenizer.vocab_size if tokenizer else config.data.vocab_size
+    vocab_size = tokenizer.vocab_size if tokenizer else int(checkpoint.state.facts.get("vocab_size") or 0)
+    vocab_size = vocab_size or config.data.vocab_size
     model = build_model(config, vocab_size=vocab_size)
     load_checkpoint(checkpoint, model=model, optimizer=None)
     return LoadedRun(folder, config, checkpoint.step, model, tokenizer, vocab_size)

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from drumline.model import GPT, KVCache
 
+VISIBLE = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+"""For str.translate: control characters, which a terminal would obey, are shown; newlines and tabs stay."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:

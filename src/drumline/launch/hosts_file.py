@@ -41,7 +41,8 @@ def read_hosts(path: Path) -> list[RemoteHost]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the hosts in {path}: {error}", fix="give a file, one host a line") from None
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read the hosts in {path}: {why}", fix="give a file, one host a line") from None
     hosts = []
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"

@@ -19,7 +19,7 @@ def list_runs(where: Path) -> Iterator[dict[str, Any]]:
             records = read_metrics(folder.metrics)
         yield {
             "run": str(folder.path),
-            "state": run_state(folder),
+            "state": run_state(folder) if status or not folder.status.exists() else "unknown",
             # A run that was stopped is further than its last log line, one that runs than its last checkpoint.
             "step": max(records[-1]["step"] if records else 0, status.get("step", 0)),
             "total_steps": status.get("total_steps", 0),

@@ -31,7 +31,7 @@ def print_runs(rows: Sequence[dict[str, Any]], where: Path) -> None:
     for row in rows:
         losses = (row[key] for key in ("loss", "valid_loss", "bits_per_byte"))
         numbers = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
-        steps = f"{row['step']:,}/{row['total_steps']:,}"
+        steps = f"{row['step']:,}/" + (f"{row['total_steps']:,}" if row["total_steps"] else "?")
         table.add_row(row["run"], row["state"], steps, *numbers, _ago(str(row["updated"])))
     console.print(table)
     for row in rows:

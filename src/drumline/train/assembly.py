@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from drumline.checkpoint import Saver, find_snapshots
-from drumline.errors import DrumlineError, TrainingError
+from drumline.errors import TrainingError
 from drumline.files import Journal
 from drumline.parallel import Pulse, own_pulse, versions
 from drumline.report import Record, Records
@@ -106,6 +106,7 @@ def _failures_named(journal: Journal, intervals: Intervals) -> Iterator[None]:
         yield
     except BaseException as error:
         if journal.step is not None:
-            cause = error.problem if isinstance(error, DrumlineError) else f"{type(error).__name__}: {error}"
-            journal.status("failed", step=journal.step, total_steps=intervals.total_steps, cause=cause)
+            from drumline.train.trouble import how_it_ended
+
+            journal.status(step=journal.step, total_steps=intervals.total_steps, **how_it_ended(error))
         raise

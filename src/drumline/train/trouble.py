@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from drumline.checkpoint import valid_ones, weights
-from drumline.errors import TrainingError
+from drumline.errors import DrumlineError, TrainingError
 from drumline.files import RunFolder
 from drumline.parallel import World, odd_ones, waiting_for
 from drumline.train.guard import Guard, ReplicaDriftError, Verdict
@@ -175,3 +175,11 @@ def rolled_back(step: int, to: int, left_out: int) -> tuple[str, dict[str, Any]]
         f"rolled back from step {step:,} to {to:,}; the data of {left_out} steps are skipped",
         {"event": "rollback", "step": step, "to": to, "left_out_steps": left_out},
     )
+
+
+def how_it_ended(error: BaseException) -> dict[str, str]:
+    """State and cause of a run that an exception ends, for status.json."""
+    if isinstance(error, KeyboardInterrupt):
+        return {"state": "stopped", "cause": "interrupted"}
+    cause = error.problem if isinstance(error, DrumlineError) else f"{type(error).__name__}: {error}"
+    return {"state": "failed", "cause": cause}

@@ -23,7 +23,7 @@ class SnapshotFile(Callback):
 
     def on_save(self, trainer: Trainer, step: int, path: Path) -> None:
         batches = trainer.setup.batches
-        content = {"MODEL_STATE": read_weights(path), "EPOCHS_RUN": step * batches.plan.sequences / batches.items}
+        content = {"MODEL_STATE": read_weights(path), "EPOCHS_RUN": step * batches.plan.sequences // batches.items}
         aside = self.path.with_name(f".{self.path.name}.partial")
         torch.save(content, aside)
         os.replace(aside, self.path)

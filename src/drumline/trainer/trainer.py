@@ -223,6 +223,8 @@ class Trainer:
         batches, world = self.setup.batches, self.setup.world
         unit = Fraction(1) if epochs is None else Fraction(batches.items, batches.plan.sequences)
         last = world.on_all_ranks(lambda: _length(epochs, total_steps, unit))
+        every = {"save_every": save_every, "log_every": log_every, "eval_every": eval_every}
+        world.on_all_ranks(lambda: _check_intervals({**every, "Trainer's save_every": self.save_every}))
         each_epoch = max(unit, Fraction(1))
         intervals = Intervals(
             total_steps=last,
@@ -341,3 +343,9 @@ def _length(epochs: float | None, total_steps: int | None, unit: Fraction) -> in
     if last < 1:
         raise ConfigError(f"a run of {last} steps does nothing", fix="give epochs or total_steps a value above 0")
     return last
+
+
+def _check_intervals(every: Mapping[str, int | None]) -> None:
+    for name, value in every.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}", fix="give a number above 0, or leave it out for the default")
