@@ -5,6 +5,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # or Triton warns that its default will change
 os.environ.pop("WANDB_API_KEY", None)
+if shutil.which("drumline") is None:  # as in a .venv that is activated, so that printed commands are the usual ones
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
 if "PYTEST_DEBUG_TEMPROOT" not in os.environ:
     # What killed processes leave in the folder for temporary files goes with that folder; pytest's own stays.

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from drumline.doctor.finding import Finding, State
 from drumline.doctor.machine import as_root, in_container
 from drumline.elastic import die_with_parent
+from drumline.report import command
 
 if TYPE_CHECKING:  # the doctor must also report a torch that cannot be imported
     import torch
@@ -143,7 +144,7 @@ def check_cuda(
 def _no_gpu(built_for: str | None, trouble: str, installed: int, visible: str | None) -> tuple[str, str, bool]:
     """Why torch cannot use a GPU, the fix, and whether it is certainly unintended."""
     if not installed:
-        return trouble or "it is built without CUDA, and there is no GPU", "drumline train --device cpu", False
+        return trouble or "it is built without CUDA, and there is no GPU", command("train", "--device", "cpu"), False
     if built_for is None:
         return "it is built without CUDA", "pip install --force-reinstall torch", False
     if visible is not None and visible.strip() in ("", "-1"):
@@ -329,7 +330,7 @@ def check_cpu_products(products: Mapping[str, Any], *, needed: bool = False) -> 
             return Finding(check, "failed" if needed else "warning", what, "export ONEDNN_MAX_CPU_ISA=AVX512_CORE")
         if dtype not in products:
             what = f"a {dtype} matmul failed or took more than {_PRODUCTS_TIMEOUT_S:.0f} s"
-            return Finding(check, "warning", what, "drumline train --dtype float32")
+            return Finding(check, "warning", what, command("train", "--dtype", "float32"))
         if wrong := products[dtype][0]:
             what = f"the CPU computes wrong results: {wrong:,} of {2 * _SIZES['cpu'] ** 2:,} elements in {dtype}"
             return Finding(check, "failed", what, "sudo dmesg | grep -i mce")

@@ -27,6 +27,7 @@ import psutil
 
 from drumline.doctor.finding import UNWRITABLE, Finding, State
 from drumline.network import InfiniBandPort, Interface, is_loopback
+from drumline.report import command
 from drumline.units import count
 
 _GIB = 1 << 30
@@ -256,16 +257,16 @@ def check_disk(disk: Disk, *, needed_bytes: int = 0, what_for: str = "") -> Find
     speed = "" if disk.bytes_per_s is None else f", writes {count(disk.bytes_per_s)}B/s"
     what = f"{where}{f' on {disk.kind}' if disk.kind else ''}: {count(disk.free_bytes)}B free{speed}"
     if disk.free_bytes < needed_bytes:
-        fix = f"drumline train {other}" if disk.roomier else f"du -sh {_quoted(disk.existing)}/* | sort -h"
+        fix = f"{command('train')} {other}" if disk.roomier else f"du -sh {_quoted(disk.existing)}/* | sort -h"
         return Finding("disk", "warning", f"{what}; {what_for} {count(needed_bytes)}B", fix)
     if disk.bytes_per_s is not None and disk.kind in ("tmpfs", "ramfs"):
         return Finding(
-            "disk", "warning", f"{what}; it is in memory, and lost at the next reboot", f"drumline train {other}"
+            "disk", "warning", f"{what}; it is in memory, and lost at the next reboot", f"{command('train')} {other}"
         )
     if disk.bytes_per_s is not None and disk.bytes_per_s < _SLOW_BYTES_PER_S:
         took_s = EXAMPLE_CHECKPOINT_BYTES / disk.bytes_per_s
         slow = f"a checkpoint of GPT-2 124M ({count(EXAMPLE_CHECKPOINT_BYTES)}B) takes {took_s:.0f} s"
-        return Finding("disk", "warning", f"{what}; {slow}", f"drumline train {other}")
+        return Finding("disk", "warning", f"{what}; {slow}", f"{command('train')} {other}")
     return Finding("disk", "ok", what)
 
 
@@ -277,7 +278,7 @@ def _writable(disk: Disk, other: str) -> str:
     if disk.error is not None and disk.error.errno == errno.EROFS:
         mount = next(above for above in (path, *path.parents) if above.is_mount())
         return as_root(f"mount -o remount,rw {_quoted(mount)}")
-    return f"drumline train {other}"
+    return f"{command('train')} {other}"
 
 
 def _quoted(path: Path) -> str:
