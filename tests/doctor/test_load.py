@@ -2,11 +2,14 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from drumline.config import TrainConfig
+from drumline.cli.doctor import check_first
+from drumline.config import RunConfig, TrainConfig
 from drumline.doctor.load import check_load
+from drumline.errors import ConfigError
 from drumline.train.advice import advice
 
 
@@ -39,3 +42,15 @@ def test_ranks_that_share_cores_are_said_to(monkeypatch: pytest.MonkeyPatch) -> 
     for ranks, device, said in (("3", "cpu", [shared]), ("3", "cuda", []), ("2", "cpu", [])):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         assert advice(TrainConfig(), device=device, total_steps=100) == said
+
+
+def test_far_more_ranks_than_cores_are_refused_before_they_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("drumline.doctor.machine.read_cores", lambda: 2)
+    config = TrainConfig(run=RunConfig(device="cpu"))
+    check_first(config, ranks=16)
+    with pytest.raises(ConfigError, match="99 are too many for 2 cores: at most 16 can train on CPUs here") as refused:
+        check_first(config, ranks=99)
+    assert refused.value.fix == "use --nproc 2, or more hosts" and capsys.readouterr().err == ""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from drumline.config import TrainConfig, gpt_config, preset, to_toml, with_preset
-from drumline.data import BatchPlan, TokenFile, check_sources, is_tokens, open_tokens, plan_batches
+from drumline.data import BatchPlan, TokenFile, check_sources, is_tokens, open_tokens, plan_batches, with_vocabulary
 from drumline.files import choose_folder
 from drumline.kernels import FUSED, fits, has_kernels
 from drumline.optim import state_size
@@ -27,7 +27,7 @@ def describe(config: TrainConfig, *, nproc: int) -> tuple[str, str]:
 
     nproc: number of ranks that the command would start here; 0 if this process would train itself
     """
-    config = with_preset(config)
+    config = with_preset(with_vocabulary(config) if is_tokens(config.data.train_data_path) else config)
     folder = choose_folder(config)
     if not folder.data.exists():  # a run that exists has tokens of its own
         check_sources(config.data)

@@ -12,6 +12,7 @@ from drumline.lazy import public
 if TYPE_CHECKING:
     from drumline.data.batches import Batches, BatchPlan, TokenBatches, mix, plan_batches, visits, window_batch
     from drumline.data.corpus import Corpus
+    from drumline.data.of_run import with_vocabulary
     from drumline.data.opening import open_tokens, read_manifest
     from drumline.data.other_sources import check_sources, data_note
     from drumline.data.preparing import Data, Prepared, Progress, ProgressCallback, Recipe, open_data, prepare

@@ -1,7 +1,8 @@
-"""The data of a run that exists, found again: from another folder, on another machine, or after its text has changed.
+"""What a run needs to know about its data: the vocabulary of files that do not say theirs, and where its tokens are.
 
-The tokens that a run began with are what it goes on with. They are looked for where they were, and by their hash in
-folders nearby; only if they are gone is the text tokenized again, and then it must give the same tokens.
+The tokens that a run began with are what it goes on with, from another folder, on another machine, or after its text
+has changed. They are looked for where they were, and by their hash in folders nearby; only if they are gone is the text
+tokenized again, and then it must give the same tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.config import DataConfig, TrainConfig
-from drumline.data.opening import open_token_data, read_manifest
+from drumline.config import DataConfig, TrainConfig, preset
+from drumline.data.opening import (
+    LARGEST_HIGH_HALF,
+    SCAN_TOKENS,
+    has_tokens,
+    open_token_data,
+    open_tokens,
+    read_manifest,
+)
 from drumline.data.other_sources import newest_file
 from drumline.data.preparing import Data, Prepared, ProgressCallback, open_data
 from drumline.data.sources import source_key
@@ -24,6 +32,35 @@ from drumline.data.tokens import MANIFEST, Manifest, is_tokens
 from drumline.errors import DataError
 from drumline.files import RunFolder, origin, stored_config
 from drumline.units import count
+
+GPT2_IDS, GPT2_VOCABULARY = 50257, 50304
+
+
+def with_vocabulary(config: TrainConfig) -> TrainConfig:
+    """Unless one was given: a vocabulary for the ids of another trainer's files, if the preset's is too small."""
+    given = config.data.vocab_size is not None or config.data.tokenizer is not None
+    largest = None if given else largest_id(config.data)
+    if largest is None or largest < preset(config.model.preset).vocab_size:
+        return config
+    return replace(config, data=replace(config.data, vocab_size=vocabulary_for(largest)))
+
+
+def vocabulary_for(largest: int) -> int:
+    """GPT-2's, rounded up, or a multiple of 128 above the largest id."""
+    return GPT2_VOCABULARY if largest < GPT2_IDS else (largest // 128 + 1) * 128
+
+
+def largest_id(data: DataConfig) -> int | None:
+    """The largest id in another trainer's files; None for other data, and for numbers that no vocabulary has."""
+    train = open_tokens(data.train_data_path, dtype=data.data_dtype)
+    if train.vocab_size is not None:
+        return None
+    files, path = [train.tokens], data.valid_data_path or data.train_data_path
+    if has_tokens(path, "valid") or (path != data.train_data_path and is_tokens(path)):
+        files.append(open_tokens(path, split="valid", dtype=data.data_dtype).tokens)
+    parts = [tokens[at : at + SCAN_TOKENS] for tokens in files for at in range(0, len(tokens), SCAN_TOKENS)]
+    smallest, largest = min(int(part.min()) for part in parts), max(int(part.max()) for part in parts)
+    return largest if smallest >= 0 and largest >> 16 <= LARGEST_HIGH_HALF else None
 
 
 def reopened(config: TrainConfig, folder: RunFolder, *, progress: ProgressCallback | None) -> Data:

@@ -92,10 +92,16 @@ def check_sources(data: DataConfig) -> None:
 
 
 def data_note(data: DataConfig, skipped: Skipped | None = None) -> str:
-    """What users should know about the text of a run: what its files' names hold out, and what was skipped."""
+    """What users should know about the data of a run: vocabulary, what names of files hold out, what was skipped."""
+    if is_tokens(data.train_data_path):
+        from drumline.data.of_run import largest_id, vocabulary_for
+
+        largest = None if data.tokenizer else largest_id(data)
+        chosen = largest is not None and data.vocab_size == vocabulary_for(largest)
+        return f": ids up to {largest:,}; --vocab_size sets it" if chosen else ""
     note = f"; skipped {skipped.count} unreadable, first: {skipped.first[0]}" if skipped and skipped.count else ""
     with suppress(DataError, OSError):  # tokenized earlier, and not there any more
-        source = None if is_tokens(data.train_data_path) else other_source(data.train_data_path)
+        source = other_source(data.train_data_path)
         return (source.note(has_valid=data.valid_data_path is not None) if isinstance(source, Files) else "") + note
     return note
 

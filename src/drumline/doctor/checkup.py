@@ -18,7 +18,7 @@ from drumline.config import Device, Dtype, TrainConfig
 from drumline.doctor import gpus, machine
 from drumline.doctor.environment import BETWEEN_RANKS, Facts, check_variables
 from drumline.doctor.finding import Finding
-from drumline.doctor.load import check_load, read_load
+from drumline.doctor.load import RANKS_PER_CORE, check_load, read_load, too_many_ranks
 from drumline.files import CHECKPOINT_PREFIX, RunFolder
 from drumline.network import find_infiniband, find_interfaces, gloo_address
 
@@ -126,6 +126,8 @@ def quick_findings(
         findings.append(_room(folder, needed_bytes, several_hosts=several_hosts))
     if ranks > 0:  # without GPUs, only snapshots use shared memory, and the run itself checks that they fit
         findings += _shared_memory(machine.SHARED_BYTES if installed else 0)
+    if ranks > RANKS_PER_CORE * facts.cores and _on_cpu(device):
+        findings.append(too_many_ranks(ranks, facts.cores))
     if device == "cuda":
         findings.append(_cuda(environ, installed))
     if dtype == "bfloat16" and _on_cpu(device):

@@ -6,6 +6,9 @@ import os
 from collections.abc import Mapping
 
 from drumline.doctor.finding import Finding
+from drumline.units import counted
+
+RANKS_PER_CORE = 8
 
 
 def read_load() -> float:
@@ -21,3 +24,9 @@ def check_load(load: float, cores: int, environ: Mapping[str, str]) -> Finding:
     if environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
         fix += "; OMP_WAIT_POLICY=passive drumline train ... may be several times as fast beside them"
     return Finding("load", "warning", f"{load:.1f} for {cores} cores: others use them, so a CPU trains slowly", fix)
+
+
+def too_many_ranks(ranks: int, cores: int) -> Finding:
+    """More ranks than RANKS_PER_CORE get nowhere on CPUs, and time out in the end."""
+    what = f"{ranks} are too many for {counted(cores, 'core')}: at most {RANKS_PER_CORE * cores} can train on CPUs here"
+    return Finding("ranks", "failed", what, f"use --nproc {cores}, or more hosts")

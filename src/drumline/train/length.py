@@ -12,7 +12,7 @@ import torch
 
 from drumline.config import RunConfig, TrainConfig
 from drumline.data import Batches, mix
-from drumline.files import RunFolder
+from drumline.files import RunFolder, stored_config
 from drumline.parallel import Pulse, World
 from drumline.report import Record, Records
 from drumline.train.setup import Setup
@@ -34,12 +34,7 @@ def steps_in_epochs(config: TrainConfig, batches: Batches) -> int:
 
 
 def steps_in_minutes(
-    config: TrainConfig,
-    stored: TrainConfig | None,
-    folder: RunFolder,
-    world: World,
-    trial: Callable[[], Setup],
-    evaluator: Evaluator,
+    config: TrainConfig, folder: RunFolder, world: World, trial: Callable[[], Setup], evaluator: Evaluator
 ) -> tuple[TrainConfig, int]:
     """The steps that this machine can do in that time, and the config with evaluations that leave room for them.
 
@@ -47,13 +42,18 @@ def steps_in_minutes(
 
     trial: a setup to measure with; its weights change, so it is not the one to train
     """
-    steps: int | None = world.on_rank0(lambda: folder.read_status().get("total_steps"))
-    windows = config.run.eval_windows
-    if steps is None:
-        steps, windows = _measured(config, trial(), evaluator)
-    elif stored is not None and windows == RunConfig().eval_windows:
-        windows = stored.run.eval_windows
+    before = world.on_rank0(lambda: _chosen_before(folder))
+    steps, windows = before or _measured(config, trial(), evaluator)
+    if before and config.run.eval_windows != RunConfig().eval_windows:
+        windows = config.run.eval_windows  # asked for, and may change
     return replace(config, run=replace(config.run, eval_windows=windows)), steps
+
+
+def _chosen_before(folder: RunFolder) -> tuple[int, int] | None:
+    """Steps and validation sequences per evaluation of a run that exists."""
+    steps = folder.read_status().get("total_steps")
+    stored = stored_config(folder) if steps else None
+    return (steps, stored.run.eval_windows) if steps and stored else None
 
 
 def _measured(config: TrainConfig, setup: Setup, evaluator: Evaluator) -> tuple[int, int]:

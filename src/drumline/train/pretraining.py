@@ -17,7 +17,7 @@ from torch import nn
 
 from drumline.checkpoint import Retention, check_resume, what_to_resume
 from drumline.config import OPTIMIZERS, TrainConfig, preset, resolved, to_toml
-from drumline.data import Data, ProgressCallback, TokenBatches, mix, open_data, plan_batches
+from drumline.data import Data, ProgressCallback, TokenBatches, is_tokens, mix, open_data, plan_batches
 from drumline.errors import EXIT_STOPPED
 from drumline.files import RunFolder, choose_folder, replace_text
 from drumline.lazy import room
@@ -72,7 +72,7 @@ def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
     with ExitStack() as open_parts:
         world.on_rank0(lambda: open_parts.enter_context(folder.hold()))
         own_pulse().tell_run_dir(folder.path)
-        config, total_steps = _with_length(config, stored, folder, data, world)
+        config, total_steps = _with_length(config, folder, data, world)
         records = world.on_all_ranks(lambda: _open_records(config, folder, data, world))
         open_parts.callback(records.close)
         setup = _setup(config, folder, data, world, records, total_steps=total_steps)
@@ -93,6 +93,10 @@ def _open_data(config: TrainConfig, folder: RunFolder, world: World, progress: P
 
 def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
     """The resolved config; refuses what cannot work before any text is tokenized."""
+    if config.data.vocab_size is None and is_tokens(config.data.train_data_path):
+        from drumline.data import with_vocabulary
+
+        config = with_vocabulary(config)
     config = resolved(config)
     if config.model.model != "gpt":
         from drumline.model import checked_plugin
@@ -126,9 +130,8 @@ def _settled(config: TrainConfig, folder: RunFolder, stored: TrainConfig | None,
         batch = with_stored_batch(batch, stored.batch)
     plan = plan_batches(batch, default_batch_size=preset(config.model.preset).batch_size, world_size=world.size)
     plan.share(world.rank, world.size)  # raises if there are more ranks than micro-batches
-    batch = replace(
-        batch, batch_size=plan.micro_batch_size, global_batch_size=plan.sequences, gradient_accumulation_steps=None
-    )
+    size, sequences = plan.micro_batch_size, plan.sequences
+    batch = replace(batch, batch_size=size, global_batch_size=sequences, gradient_accumulation_steps=None)
     settled = replace(config, batch=batch, run=replace(config.run, run_dir=str(folder.path)))
     if stored is not None:
         refuse_changes(settled, stored, run_dir=folder.path)
@@ -143,9 +146,7 @@ def _check_memory(config: TrainConfig, world: World) -> None:
         room("bench").check_memory(config, world)
 
 
-def _with_length(
-    config: TrainConfig, stored: TrainConfig | None, folder: RunFolder, data: Data, world: World
-) -> tuple[TrainConfig, int]:
+def _with_length(config: TrainConfig, folder: RunFolder, data: Data, world: World) -> tuple[TrainConfig, int]:
     """The number of steps, and the config with what depends on it."""
     if config.batch.total_steps is not None:
         return config, config.batch.total_steps
@@ -154,7 +155,7 @@ def _with_length(
     if config.batch.minutes is None:
         return config, steps_in_epochs(config, world.on_all_ranks(lambda: _batches(config, data, total_steps=0)))
     trial = partial(_setup, config, folder, data, world, None, total_steps=1)
-    return steps_in_minutes(config, stored, folder, world, trial, partial(_evaluator, data=data))
+    return steps_in_minutes(config, folder, world, trial, partial(_evaluator, data=data))
 
 
 def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: World) -> Records:
