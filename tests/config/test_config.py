@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drumline.cli.app import run_command
 from drumline.config.model import GPTConfig, GPTOptions, ModelSettings
 from drumline.config.options import plugin_options
 from drumline.config.presets import PRESETS, gpt_config, with_preset
@@ -237,3 +238,22 @@ def test_a_setting_that_a_file_sets_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text("lr = 0.1\n[optim]\nlr = 0.2\n")
     with pytest.raises(ConfigError, match=r"sets lr twice, to 0\.1 and to 0\.2"):
         read_settings(tmp_path / "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("flags", "fix"),
+    [
+        ("--lr -1", "give --lr a value above 0"),
+        ("--lr nan", "give --lr a finite value above 0"),
+        ("--minutes 0", "give --minutes a value above 0"),
+        ("--minutes inf", "give --minutes a finite value above 0"),
+        ("--beta2 1", "give --beta2 a value from 0 to less than 1"),
+        ("--weight_decay -1", "give --weight_decay a value of 0 or more"),
+        ("--nnodes 4:2", "give --nnodes a value like 2, or a range like 1:4"),
+    ],
+)
+def test_a_value_out_of_range_is_answered_with_the_range(
+    flags: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["train", "--dry_run", *flags.split()]) == 1
+    assert f"fix: {fix}\n" in capsys.readouterr().err

@@ -63,7 +63,7 @@ def test_a_drill_that_did_not_hold_exits_with_a_code_of_its_own(
     ("flags", "said"),
     [
         (["--faults", "kill,flood"], "'flood' is not a fault"),
-        (["--ranks", "1"], "1 ranks"),
+        (["--ranks", "1"], "1 rank"),
         (["--minutes", "0"], "0 minutes"),
         (["--folder", "/dev/null/drill"], "/dev/null/drill cannot be made (Not a directory)"),
     ],

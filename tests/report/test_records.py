@@ -25,7 +25,7 @@ from drumline.report.plots import plot_loss
 from drumline.report.records import JsonlSink, Record, Records, format_record, read_metrics
 from drumline.report.rewinding import forget_after
 from drumline.report.trackers import TensorBoardSink, WandbSink, wandb_mode
-from drumline.units import duration
+from drumline.units import counted, duration
 
 Train = Callable[..., int]
 
@@ -375,3 +375,17 @@ def test_the_bar_moves_with_every_step_and_those_of_preparing_are_gone_before(tm
     assert "reading text" in before and "encoding" in before and before.endswith("\x1b[2K")
     assert "reading text" not in after and "encoding" not in after
     assert all(f"{step}/9" in after for step in range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "text"),
+    [
+        (1, "rank", "1 rank"),
+        (1.0, "epoch", "1 epoch"),
+        (0, "step", "0 steps"),
+        (0.5, "minute", "0.5 minutes"),
+        (1024, "micro-batch", "1,024 micro-batches"),
+    ],
+)
+def test_one_of_something_is_not_called_several(number: float, noun: str, text: str) -> None:
+    assert counted(number, noun) == text

@@ -44,7 +44,7 @@ def test_a_run_of_one_rank_goes_on_with_two_and_with_one_again(capsys: pytest.Ca
     assert "batch_size 2 x 2 ranks x 1 accumulated = 4 samples" in first.out
     capsys.readouterr()
     _, weights = fit(9, {"run_dir": "run"})
-    assert "batch_size 4 x 1 ranks x 1 accumulated = 4 samples" in capsys.readouterr().out
+    assert "batch_size 4 x 1 rank x 1 accumulated = 4 samples" in capsys.readouterr().out
     _, undisturbed = fit(9, {"run_dir": "undisturbed"})
     torch.testing.assert_close(torch.tensor(weights), torch.tensor(undisturbed))
     losses = [
@@ -58,7 +58,7 @@ def test_a_run_of_one_rank_goes_on_with_two_and_with_one_again(capsys: pytest.Ca
 def test_a_run_of_two_ranks_goes_on_with_one_which_accumulates(capsys: pytest.CaptureFixture[str]) -> None:
     assert [rank.code for rank in on_ranks(2, 2, run_dir="run")] == [0, 0]
     fit(4, {"run_dir": "run"})
-    assert "batch_size 4 x 1 ranks x 2 accumulated = 8 samples" in capsys.readouterr().out
+    assert "batch_size 4 x 1 rank x 2 accumulated = 8 samples" in capsys.readouterr().out
 
 
 def test_ranks_that_cannot_share_a_step_are_told_how_many_can() -> None:

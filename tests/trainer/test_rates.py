@@ -79,7 +79,7 @@ def test_scale_lr_multiplies_every_rate_by_the_batch(tmp_path: Path, capsys: pyt
     batch: dict[str, Any] = {"global_batch_size": 12, "base_batch_size": 3}
     trainer(tmp_path / "linear", scale_lr="linear", **batch).fit(total_steps=2, log_every=1)
     assert rates(tmp_path / "linear") == pytest.approx([0.4, 0.4])
-    assert "batch_size 4 x 1 ranks x 3 accumulated = 12 samples" in (said := capsys.readouterr().out)
+    assert "batch_size 4 x 1 rank x 3 accumulated = 12 samples" in (said := capsys.readouterr().out)
     assert "lr     0.1 x 4 (scaled to the batch) by SGD" in said
     trainer(tmp_path / "sqrt", SCHEDULERS["cosine"], scale_lr="sqrt", **batch).fit(total_steps=3, log_every=1)
     assert rates(tmp_path / "sqrt") == pytest.approx([2 * rate for rate in by_hand(SCHEDULERS["cosine"], 3)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from drumline.bench.bench import Report
 from drumline.report import command
-from drumline.units import count
+from drumline.units import count, counted
 
 PART_COLUMNS = ("part of a step", "ms", "share")
 ALL_REDUCE_COLUMNS = ("all-reduce of", "ms", "per rank")
@@ -19,7 +19,7 @@ def summary(report: Report) -> list[str]:
         f"{report.device:<12} {report.device_name}",
         f"{'model':<12} {report.preset}: {count(report.parameters)} parameters, {report.dtype}{compiled}",
         f"{'step':<12} {report.global_batch_size} sequences x {report.context} = {report.tokens_per_step:,} tokens: "
-        f"{report.micro_batches} x batch_size {report.batch_size} on {_ranks(report.ranks)}",
+        f"{report.micro_batches} x batch_size {report.batch_size} on {counted(report.ranks, 'rank')}",
         f"{'throughput':<12} {report.steps_per_s:.2f} steps/s, {count(report.tokens_per_s)} tokens/s",
         f"{'MFU':<12} {report.mfu:.1%} of {ceiling}FLOP/s per rank ({report.mfu_of})",
         f"{'peak memory':<12} {count(report.peak_memory_bytes)}B",
@@ -71,7 +71,3 @@ def table_rows(report: Report) -> list[tuple[str, ...]]:
 
 def _binary(size_bytes: int) -> str:
     return f"{size_bytes >> 20} MiB" if size_bytes >= 1 << 20 else f"{size_bytes >> 10} KiB"
-
-
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"

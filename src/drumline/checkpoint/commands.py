@@ -175,8 +175,9 @@ def _newest_whole(folder: RunFolder) -> tuple[Checkpoint, dict[Path, str]]:
             raise
         except CheckpointError as error:
             damaged[path] = error.problem
+    which = "the only checkpoint" if len(damaged) == 1 else f"each of the {len(damaged)} checkpoints"
     raise CheckpointError(
-        f"none of the {len(damaged)} checkpoints of {folder.path} is valid",
+        f"{which} of {folder.path} is damaged",
         fix="see what is wrong with each: drumline checkpoint verify " + str(folder.path),
         details=list(damaged.values()),
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drumline.config import OnError
+from drumline.units import counted
 
 if TYPE_CHECKING:
     from drumline.data import Prepared
@@ -73,7 +74,7 @@ def prepared_lines(made: Prepared) -> list[str]:
     how = "already exists" if made.reused else how
     lines = [f"{made.path}: {how}, vocabulary {made.manifest.vocab_size:,}"]
     for name, split in made.manifest.splits.items():
-        lines.append(f"  {name}.bin   {split.tokens:,} tokens in {split.documents:,} documents")
+        lines.append(f"  {name}.bin   {split.tokens:,} tokens in {counted(split.documents, 'document')}")
     if made.skipped.count:
         lines.append(f"skipped {made.skipped.count} unreadable; the first: {'; '.join(made.skipped.first)}")
     return lines

@@ -26,10 +26,10 @@ def setting(default: T, *, may_change: bool = False, per_host: bool = False, fus
 
 def check(settings: object, **rules: bool) -> None:
     """Refuse the first setting whose rule is violated."""
-    for name, holds in rules.items():
-        if not holds:
-            value = getattr(settings, name)
-            raise ConfigError(f"{name} is {value}, out of range", fix=f"see --{name} in `drumline train --help`")
+    for name in (name for name, holds in rules.items() if not holds):
+        from drumline.config.ranges import refuse
+
+        refuse(settings, name)
 
 
 def check_positive(settings: object, *names: str) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from drumline.config import SHORT_PARTS, BatchConfig
 from drumline.data.tokens import TokenFile
 from drumline.errors import ConfigError, DataError
+from drumline.units import counted
 
 _ROUNDS = 8
 _MASK = (1 << 64) - 1
@@ -87,7 +88,7 @@ class BatchPlan:
         """The micro-batches of rank `rank`: a contiguous range; the first ranks take one more if uneven."""
         if world_size > self.micro_batches:
             raise ConfigError(
-                f"{world_size} ranks cannot share a step of {self.micro_batches} micro-batches "
+                f"{world_size} ranks cannot share a step of {counted(self.micro_batches, 'micro-batch')} "
                 f"(global_batch_size {self.sequences} / batch_size {self.micro_batch_size})",
                 fix="raise --global_batch_size, lower --batch_size, or start fewer ranks",
             )
@@ -98,10 +99,10 @@ class BatchPlan:
     def formula(self, world_size: int) -> str:
         """How a step's batch is made up: batch_size 8 x 4 ranks x 2 accumulated."""
         shares = [len(self.share(rank, world_size)) for rank in range(world_size)]
+        size, ranks = f"batch_size {self.micro_batch_size}", counted(world_size, "rank")
         if len(set(shares)) == 1:
-            return f"batch_size {self.micro_batch_size} x {world_size} ranks x {shares[0]} accumulated"
-        each = " + ".join(map(str, shares))
-        return f"batch_size {self.micro_batch_size} x {self.micro_batches} micro-batches ({each} on {world_size} ranks)"
+            return f"{size} x {ranks} x {shares[0]} accumulated"
+        return f"{size} x {self.micro_batches} micro-batches ({' + '.join(map(str, shares))} on {ranks})"
 
 
 def plan_batches(batch: BatchConfig, *, default_batch_size: int, world_size: int) -> BatchPlan:

@@ -28,6 +28,7 @@ from drumline.drill.run import DrilledRun
 from drumline.errors import ConfigError, TrainingError
 from drumline.files import RunFolder
 from drumline.model import GPT
+from drumline.units import counted
 
 _WEIGHTS: dict[Fault, int] = {"kill": 7, "crash": 3, "stop": 3, "term": 1, "disk": 4, "corrupt": 4, "nan": 6, "host": 1}
 """Relative frequency of each fault: processes die more often than hosts."""
@@ -54,7 +55,8 @@ class DrillConfig:
     def __post_init__(self) -> None:
         if not self.faults or self.minutes <= 0 or not 2 <= self.ranks <= MICRO_BATCHES:
             raise ConfigError(
-                f"cannot run a drill with {len(self.faults)} faults, {self.minutes:g} minutes and {self.ranks} ranks",
+                f"cannot run a drill with {counted(len(self.faults), 'fault')}, "
+                f"{counted(self.minutes, 'minute')} and {counted(self.ranks, 'rank')}",
                 fix=f"give at least one fault, more than 0 minutes and 2 to {MICRO_BATCHES} ranks",
             )
 
@@ -141,7 +143,8 @@ def run_drill(config: DrillConfig, *, say: Callable[[str], None]) -> DrillReport
     with drilled_run(config, steps=report.steps) as run:
         say(f"reference run: training {report.steps:,} steps without faults")
         report.undisturbed_sha256 = _undisturbed(config, report.steps)
-        say(f"training again with {len(plan)} faults on {config.ranks} ranks, {config.minutes:g} minutes")
+        how_long = counted(config.minutes, "minute")
+        say(f"training again with {counted(len(plan), 'fault')} on {config.ranks} ranks, {how_long}")
         run.start()
         if run.wait_for_steps(3) is None:
             raise TrainingError("the run to inject faults into does not start", fix=f"see {run.log}")
