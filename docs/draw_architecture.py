@@ -17,7 +17,7 @@ WAY = {
     "tokens": ["data"],
     "batches": ["data"],
     "steps": ["train", "model", "optim", "parallel"],
-    "checkpoints": ["checkpoint"],
+    "checkpoints": ["checkpoint", "snapshots"],
     "reports": ["report"],
 }
 """Stages of the data, and the rooms of each."""

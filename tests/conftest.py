@@ -5,6 +5,7 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -81,10 +82,11 @@ def long_first(items: list[pytest.Item], *, workers: int) -> list[pytest.Item]:
 def nothing_left_in_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Snapshots outlive a run that is killed; those of runs that tests have killed are removed at the end."""
     yield
-    from drumline.checkpoint import resuming, snapshots
+    from drumline.checkpoint import resuming
+    from drumline.snapshots import folder
 
     of_user = resuming.snapshot_folder("any").parent
-    for owner in of_user.glob(f"*/{snapshots._OWNER}"):
+    for owner in of_user.glob(f"*/{folder._OWNER}"):
         with contextlib.suppress(OSError):  # another process may be done with it just now
             if Path(owner.read_text()).is_relative_to(tmp_path_factory.getbasetemp()):
                 shutil.rmtree(owner.parent)
@@ -99,6 +101,18 @@ def signal_handlers() -> Iterator[None]:
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 256 kB that a test can fill."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(where)], check=True)
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", str(where)], check=True)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ SOURCE = Path(drumline.__file__).parent
 # A room may import from those before it. What a run does not need is reached by `room(name)`, where it is asked for.
 ROOMS = """
 lazy errors units plugins signals
-config files data model optim parallel checkpoint report train
+config files data model optim parallel snapshots checkpoint report train
 trainer generate kernels network elastic doctor launch bench drill cli
 """.split()
 CORE = ROOMS[: ROOMS.index("train") + 1]

@@ -271,6 +271,7 @@ def test_the_commands_for_train_distributed_work_in_their_order_in_one_folder(tm
     assert list(resumed) == [5, 6] and resumed == pytest.approx({s: losses(named[2])[s] for s in resumed}, abs=1e-5)
 
 
+@pytest.mark.needs_shm  # where workers put their samples
 def test_the_image_classifier_learns_on_two_ranks_with_workers(tmp_path: Path) -> None:
     flags = "--epochs 1 --batch_size 64".split()
     said = run(tmp_path, [*TORCHRUN, *script("image_classifier.py", *flags)])

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.saved import save, state, trained
+from helpers.saved import save, trained
 
 from drumline.checkpoint.checkpoints import checkpoint_paths
 from drumline.checkpoint.export import open_single_file
+from drumline.checkpoint.in_memory import snapshots_of
 from drumline.checkpoint.retention import step_of
-from drumline.checkpoint.snapshots import Snapshots
 from drumline.checkpoint.state import tensors_of
 from drumline.cli.app import run_command
 from drumline.files.run_folder import RunFolder
@@ -58,8 +58,8 @@ def harm(folder: RunFolder, step: int) -> None:
 def test_the_list_says_of_each_checkpoint_why_it_is_kept_or_not_used(folder: RunFolder, command: Command) -> None:
     save(folder, 50)
     folder.checkpoint(50).rename(folder.checkpoints / "step-00000050.superseded")
-    snapshots = Snapshots.of(folder)
-    snapshots.save(tensors_of(*trained()), state(45))
+    snapshots = snapshots_of(folder)
+    snapshots.store(tensors_of(*trained()), 45, {}, token="any")
     try:
         code, said, _ = command("list")
     finally:

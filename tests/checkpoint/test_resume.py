@@ -12,10 +12,10 @@ from drumline.checkpoint.export import write_single_file
 from drumline.checkpoint.restoring import find, resume
 from drumline.checkpoint.resuming import check_resume
 from drumline.checkpoint.retention import step_of
-from drumline.checkpoint.snapshots import Snapshots
 from drumline.errors import CheckpointError
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
+from drumline.snapshots.folder import Snapshots
 
 Train = Callable[..., int]
 
@@ -69,7 +69,7 @@ def test_a_run_that_goes_on_from_elsewhere_does_not_meet_its_own_newer_checkpoin
         write_single_file(open_checkpoint(path), tmp_path / "four.pt")
         path = tmp_path / "four.pt"
     model, optimizer = trained()
-    memory = Snapshots(tmp_path / "memory", folder)
+    memory = Snapshots(tmp_path / "memory", folder.path)
     checkpoint = resume(
         str(path), folder, ALONE, model, optimizer, facts={}, allow_change=(), snapshots=memory, say=lambda line: None
     )
@@ -81,7 +81,7 @@ def test_a_resume_that_is_refused_changes_nothing(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in (2, 4):
         save(folder, step)
-    arguments = {"facts": {"seed": 2}, "snapshots": Snapshots(tmp_path / "memory", folder), "say": print}
+    arguments = {"facts": {"seed": 2}, "snapshots": Snapshots(tmp_path / "memory", folder.path), "say": print}
     model, optimizer = trained()
     with pytest.raises(CheckpointError, match=r"different settings \(seed 1 -> 2\)"):
         resume("2", folder, ALONE, model, optimizer, allow_change=(), **arguments)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def test_a_disk_that_takes_no_mark_keeps_no_run_from_going_on(tmp_path: Path) ->
     save(folder, 2)
     folder.resumed = tmp_path / "not there" / ".resumed"
     model, optimizer = trained()
-    memory = Snapshots(tmp_path / "memory", folder)
+    memory = Snapshots(tmp_path / "memory", folder.path)
     checkpoint = resume("2", folder, ALONE, model, optimizer, facts={}, allow_change=(), snapshots=memory, say=print)
     assert checkpoint is not None and checkpoint.step == 2
 

@@ -13,11 +13,11 @@ from torch import nn
 from drumline.checkpoint.checkpoints import RunState, commit
 from drumline.checkpoint.retention import Retention
 from drumline.checkpoint.saver import Saver
-from drumline.checkpoint.snapshots import Snapshots
 from drumline.checkpoint.state import optimizer_state, tensors_of
 from drumline.checkpoint.storage import FileFacts, write_tensors
 from drumline.files.run_folder import RunFolder
 from drumline.parallel.world import Place, World
+from drumline.snapshots.folder import Snapshots
 
 ALONE = World(Place(), torch.device("cpu"))
 Tell = Callable[[str, dict[str, Any]], None]
@@ -69,6 +69,7 @@ def saver_of(
     tell: Tell = lambda message, event: None,
     reached: Callable[[str], None] = lambda point: None,
     snapshots: Snapshots | None = None,
+    snapshot_every: int | None = 1,
     of: tuple[nn.Module, torch.optim.Optimizer] | None = None,
 ) -> Saver:
     model, optimizer = of or trained()
@@ -79,7 +80,7 @@ def saver_of(
         optimizer,
         retention=Retention(),
         snapshots=snapshots,
-        takes_snapshots=snapshots is not None,
+        snapshot_every=snapshot_every,
         about={},
         tell=tell,
         reached=reached,

@@ -8,7 +8,7 @@ from torch import nn
 
 from drumline.parallel.stragglers import Stopwatch
 from drumline.parallel.strategies import Plain, Strategy
-from drumline.train.step import Backward, Objective, Precision, Step, StepResult
+from drumline.train.step import Backward, Objective, Precision, Step, StepResult, Votes
 
 CPU = torch.device("cpu")
 
@@ -31,4 +31,4 @@ def make_step(
 def train_step(
     step: Step, micro_batches: Iterable[Any], *, lr: float | None, stop: bool = False, watch: Stopwatch | None = None
 ) -> StepResult:
-    return step.update(step.gradient(micro_batches, stop=stop, watch=watch), lr=lr)()
+    return step.update(step.gradient(micro_batches, votes=Votes(stop=stop), watch=watch), lr=lr)()

@@ -13,7 +13,7 @@ from helpers.small import small
 from drumline.cli.app import run_command
 from drumline.files.run_folder import RunFolder
 from drumline.train.loop import Loop
-from drumline.train.step import Backward
+from drumline.train.step import Backward, Votes
 
 PLAIN: dict[str, Any] = {"bitwise": False, "batch_size": 12}
 
@@ -95,10 +95,10 @@ def test_data_that_cannot_be_read_for_the_next_step_do_not_cost_the_one_before(
     monkeypatch.setattr(Backward, "runs_ahead", True)
     gradient = Loop._gradient
 
-    def broken(self: Loop, step: int, **more: Any) -> Any:
+    def broken(self: Loop, step: int, votes: Votes) -> Any:
         if step == 3:
             raise OSError("no such sample")
-        return gradient(self, step, **more)
+        return gradient(self, step, votes)
 
     monkeypatch.setattr(Loop, "_gradient", broken)
     with pytest.raises(OSError, match="no such sample"):

@@ -24,7 +24,7 @@ STEPS = 10
 
 PHASES = '''
 import os, signal, time
-import drumline.train.pretraining, drumline.train.summary, drumline.checkpoint.saver
+import drumline.train.pretraining, drumline.train.summary, drumline.checkpoint.in_memory, drumline.checkpoint.saver
 from drumline.model.gpt import GPT
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -61,6 +61,7 @@ def held_in(phase, work):
     return wait_and_work
 
 drumline.checkpoint.saver.write_tensors = held_in("saving", drumline.checkpoint.saver.write_tensors)
+drumline.checkpoint.in_memory.write_large = held_in("saving", drumline.checkpoint.in_memory.write_large)
 drumline.train.summary.plot_loss = held_in("exiting", drumline.train.summary.plot_loss)
 if HOLD == "compiling":
     from torch._dynamo.backends.debugging import aot_eager  # without g++, which would take half a minute

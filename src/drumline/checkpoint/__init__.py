@@ -1,9 +1,9 @@
 """A run's state <-> disk and memory.
 
 checkpoints: the format on disk, atomic and verified. storage: its tensors as safetensors files. state: the tensors of
-a run. saver: saves in the background (parts: by several ranks; trouble: when a disk fails; snapshots: in memory;
-retention: which are kept). resuming: whether there is something to resume from; restoring: how. export: a checkpoint
-as one .pt file. commands: what `drumline checkpoint` does.
+a run. saver: saves in the background (parts: by several ranks, many files at once; trouble: when a disk fails;
+in_memory: copies on a GPU, and snapshots; retention: which are kept). resuming: whether there is something to resume
+from; restoring: how. export: a checkpoint as one .pt file. commands: what `drumline checkpoint` does.
 """
 
 from typing import TYPE_CHECKING
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
         verify_checkpoints,
     )
     from drumline.checkpoint.export import carried, open_single_file
+    from drumline.checkpoint.in_memory import snapshots_of
     from drumline.checkpoint.newest import newest_readable, newest_valid, valid_ones
     from drumline.checkpoint.restoring import check_same_run, load, read_weights, resume
     from drumline.checkpoint.resuming import check_resume, find_snapshots, has_begun, what_to_resume
     from drumline.checkpoint.retention import Retention
     from drumline.checkpoint.saver import Saver
-    from drumline.checkpoint.snapshots import Snapshots
     from drumline.checkpoint.state import weights, weights_sha256
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

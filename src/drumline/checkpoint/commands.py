@@ -10,9 +10,9 @@ from typing import Any
 
 from drumline.checkpoint.checkpoints import Checkpoint, OtherFormatError, checkpoint_paths, open_checkpoint
 from drumline.checkpoint.export import single_file_name, write_single_file
+from drumline.checkpoint.in_memory import snapshots_of
 from drumline.checkpoint.newest import DAMAGED, SUPERSEDED
 from drumline.checkpoint.retention import Retention, leftovers, reasons, step_of, valid_loss
-from drumline.checkpoint.snapshots import Snapshots
 from drumline.config import read_settings
 from drumline.errors import CheckpointError, ConfigError
 from drumline.files import CHECKPOINT_PREFIX, RunFolder, refuse_links, stored_config
@@ -40,7 +40,10 @@ def list_checkpoints(run: Path) -> list[Listed]:
     kept = reasons(paths, run_retention(folder))
     rows = [_listed(path, ", ".join(kept[path]) or "deleted at the next save") for path in paths]
     rows += [_listed(path, f"not used: {path.suffix[1:]}") for path in _set_aside(folder)]
-    rows += [_listed(path, "in memory") for path in checkpoint_paths(Snapshots.of(folder).folder)]
+    rows += [
+        Listed(step=each.step, saved=each.saved, bytes=each.bytes, valid_loss=None, kept="in memory")
+        for each in snapshots_of(folder).complete()[:1]
+    ]
     if not rows:
         raise _none_yet(folder)
     return rows

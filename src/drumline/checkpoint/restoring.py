@@ -21,12 +21,12 @@ from drumline.checkpoint.checkpoints import (
 )
 from drumline.checkpoint.newest import newest_valid, set_aside
 from drumline.checkpoint.retention import step_of
-from drumline.checkpoint.snapshots import Snapshots
 from drumline.checkpoint.state import optimizer_state, weights
 from drumline.checkpoint.storage import DTYPES, SUFFIX, kind_of
 from drumline.errors import CheckpointError
 from drumline.files import RunFolder
 from drumline.parallel import World, waiting_for
+from drumline.snapshots import Snapshot, Snapshots
 
 SINGLE_FILE = ".pt"
 """The suffix of exported checkpoints."""
@@ -63,13 +63,13 @@ def resume(
     had_some = world.is_rank0 and bool(checkpoint_paths(folder.checkpoints))
     on_disk = world.on_all_ranks(lambda: found() if world.is_rank0 else None)
     looks = world.place.local_rank == 0  # one rank per host
-    in_memory = snapshots.newest(warn=say) if snapshots and looks and resume_from == "auto" else None
+    snapshot = _newest(snapshots if looks and resume_from == "auto" else None, world, say)
+    in_memory = _of_snapshot(snapshot)
     steps = world.gather([_step(on_disk), _step(in_memory)])
     disk_step, (memory_step, holder) = steps[0][0], max((each[1], -rank) for rank, each in enumerate(steps))
     source = -holder if memory_step > disk_step else 0
     if max(memory_step, disk_step) < 0:
-        if had_some:
-            say("warning: no valid checkpoint is left: starting again from step 0")
+        say("warning: no valid checkpoint is left: starting again from step 0") if had_some else None
         return None
     newest = in_memory if memory_step > disk_step else on_disk
 
@@ -79,6 +79,7 @@ def resume(
         assert newest is not None
         _check_same_run(newest, facts, allow_change)
         load(newest, model=model, optimizer=optimizer)
+        _check_still_there(snapshot if newest is in_memory else None)
         return newest.state.__dict__
 
     state = RunState(**world.gather(world.on_all_ranks(read))[source])
@@ -94,6 +95,22 @@ def resume(
     where = newest.path if newest and world.rank == source else f"the memory of rank {source}'s host"
     say(f"resuming from {where} (step {state.step:,})")
     return state
+
+
+def _newest(snapshots: Snapshots | None, world: World, say: Say) -> Snapshot | None:
+    return snapshots.newest(warn=say, device=world.device) if snapshots else None
+
+
+def _of_snapshot(snapshot: Snapshot | None) -> Checkpoint | None:
+    if snapshot is None:
+        return None
+    return Checkpoint(snapshot.found.slots[0].parent, RunState(**snapshot.about), snapshot.tensors)
+
+
+def _check_still_there(snapshot: Snapshot | None) -> None:
+    if snapshot and not snapshot.is_still_there():
+        where = snapshot.found.slots[0].parent
+        raise CheckpointError(f"the snapshot in {where} was written to while it was read", fix="run the command again")
 
 
 def find(resume_from: str, folder: RunFolder, *, say: Say) -> Checkpoint | None:

@@ -11,7 +11,7 @@ from drumline.files import RunFolder
 from drumline.parallel import World
 
 if TYPE_CHECKING:
-    from drumline.checkpoint.snapshots import Snapshots
+    from drumline.snapshots import Snapshots
 
 MEMORY = Path("/dev/shm")
 
@@ -44,9 +44,9 @@ def find_snapshots(run: RunFolder, world: World, *, takes: bool) -> Snapshots | 
     run_id = world.on_rank0(run.run_id)
     if not takes and not snapshot_folder(run_id).exists():
         return None
-    from drumline.checkpoint.snapshots import open_snapshots
+    from drumline.checkpoint.in_memory import opened_snapshots
 
-    return open_snapshots(run, run_id, forgets=world.place.local_rank == 0)
+    return opened_snapshots(run, run_id, world)
 
 
 def snapshot_folder(run_id: str) -> Path:

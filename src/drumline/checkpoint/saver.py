@@ -24,17 +24,20 @@ from torch import Tensor, nn
 
 from drumline.checkpoint.checkpoints import Checkpoint, RunState, commit
 from drumline.checkpoint.retention import Retention, prune
-from drumline.checkpoint.state import Staging, optimizer_state, tensors_of
+from drumline.checkpoint.state import optimizer_state, tensors_of
 from drumline.checkpoint.storage import FileFacts, write_tensors
 from drumline.files import RunFolder
 from drumline.parallel import World, waiting_for
 
 if TYPE_CHECKING:
+    from drumline.checkpoint.in_memory import InMemory
     from drumline.checkpoint.parts import Parts
-    from drumline.checkpoint.snapshots import Snapshots, SnapshotTaker
+    from drumline.snapshots import Snapshots
 
 _RETRY_S = (2.0, 60.0)
 """The first pause before a failed save is retried, and the longest; each is twice the previous one."""
+_SMALL_BYTES, _PATIENCE_S = 64 << 20, 1.0
+"""Training waits for the last save only if it is that small, and no longer."""
 _LAST_TRIES = 3
 """How often a run that was asked to stop tries to save before it gives up; a finished one never gives up."""
 
@@ -55,7 +58,7 @@ class _Job:
 
 
 class Saver:
-    """One per rank. `save`, `snapshot`, `poll` and `finish` are called at the same steps on all ranks."""
+    """One per rank. `save`, `poll` and `finish` are called at the same steps on all ranks."""
 
     def __init__(
         self,
@@ -66,21 +69,24 @@ class Saver:
         *,
         retention: Retention,
         snapshots: Snapshots | None,
-        takes_snapshots: bool,
+        snapshot_every: int | None,
+        on_time: bool = False,
         about: dict[str, Any],
         tell: Callable[[str, dict[str, Any]], None],
         waiting: Callable[[], None] = lambda: None,
         reached: Callable[[str], None] = lambda point: None,
     ) -> None:
         """
-        snapshots: those of this run on this host, if any
-        about:     what the manifest contains besides files: versions, hash of the config
-        tell:      (message, event) for the user: rank 0's goes to the console and events.jsonl
-        waiting:   called repeatedly while training has to wait for the disk
-        reached:   called at each named point of a save, for tests that kill the process there
+        snapshots:      those of this run on this host, if any
+        snapshot_every: steps between snapshots; 0: none; None: as often as costs little
+        on_time:        save at the very step that is due, even if training has to wait for the disk
+        about:          what the manifest contains besides files: versions, hash of the config
+        tell:           (message, event) for the user: rank 0's goes to the console and events.jsonl
+        waiting:        called repeatedly while training has to wait for the disk
+        reached:        called at each named point of a save, for tests that kill the process there
         """
         self._folder, self._world, self._model, self._optimizer = folder, world, model, optimizer
-        self._retention, self._about, self._tell = retention, about, tell
+        self._retention, self._about, self._tell, self._on_time = retention, about, tell, on_time
         self._waiting, self._reached = waiting, reached
         if world.is_rank0:
             with suppress(OSError):  # a failing disk: reported when the first save fails
@@ -92,66 +98,72 @@ class Saver:
 
             self._parts = Parts(folder, world, self._token)
         self._run_id = folder.stored_id()
-        self._staging = Staging(world.device)
-        self._prepared: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
-        self._snapshots = snapshots if world.place.local_rank == 0 else None
-        self._taker: SnapshotTaker | None = None
-        if self._snapshots and takes_snapshots:
-            from drumline.checkpoint.snapshots import SnapshotTaker
+        self._memory: InMemory | None = None
+        if snapshots or world.device.type != "cpu" or 3 * sum(p.nbytes for p in model.parameters()) > _SMALL_BYTES:
+            from drumline.checkpoint.in_memory import InMemory
 
-            self._taker = SnapshotTaker(self._snapshots, self._thread, tell)
+            self._memory = InMemory(world, snapshots, every=snapshot_every, token=self._token, tell=tell)
+        self._due: tuple[int, float] | None = None
+        """The step that was to be saved while the disk was busy, and when that was."""
         self._job: _Job | None = None
         self._count = self._failures = 0
+        self._told_late = False
         self._retry_at = 0.0
         self.has_no_folder = False
         """Whether somebody has deleted the run folder, as rank 0 knows: the run should stop."""
         self.saved_step: int | None = None
         """The newest step that rank 0 knows to be on disk, saved by this process."""
 
-    def wants_to_retry(self) -> bool:
-        """Whether a failed save should be retried now; rank 0 asks the others to."""
-        return self._failures > 0 and self._job is None and time.monotonic() >= self._retry_at
+    def wants_to_save(self, step: int, *, due: bool) -> bool:
+        """Whether to save after this step: it is due, or was while the disk was busy or failed. Rank 0 decides."""
+        if due and self._due is None:
+            # A small state is written in no time: better wait than save another step than the one that is due.
+            while self._job and self._job.bytes < _SMALL_BYTES and time.monotonic() - self._job.since < _PATIENCE_S:
+                self.poll()
+                time.sleep(0.002)
+            self._due = step, time.monotonic()
+        retries = self._failures > 0 and time.monotonic() >= self._retry_at
+        free = self._world.is_rank0 and (self._job is None or self._on_time)
+        return free and (self._due is not None or retries)
 
-    def save(self, state: RunState) -> None:
-        """Start saving; the loop may change the weights as soon as this returns."""
+    def wants_snapshot(self, step: int) -> bool:
+        """Whether to take a snapshot after this step. Rank 0 decides."""
+        return self._memory is not None and self._memory.wants_snapshot(step)
+
+    def save(self, state: RunState, *, on_disk: bool = True, in_memory: bool = False) -> None:
+        """Start a save, a snapshot or both; the loop may change the weights as soon as this returns."""
         began = time.monotonic()
-        self.wait()
-        if self._prepared is not None:
-            self._prepared.exception()  # wait for it
-        tensors = tensors_of(self._model, self._optimizer)
-        own = self._staging.copy(self._own(tensors))
+        if on_disk:
+            self.wait()
+        tensors, state = tensors_of(self._model, self._optimizer), self._with_scalars(state)
+        if self._memory:
+            self._memory.take(tensors, state, snapshot=in_memory, began_s=began)
+        if on_disk:
+            self._start(tensors, state, began)
+
+    def _start(self, tensors: dict[str, Tensor], state: RunState, began: float) -> None:
+        own = self._own(tensors)
+        copied = self._memory.to_host(own) if self._memory else {n: t.clone() for n, t in own.items()}.copy
         state_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._count += 1
         name = f".{RunFolder.checkpoint_name(state.step)}.partial-{self._token}-{self._count}"
         aside = self._folder.checkpoints / name
         future = None
         if self._parts is None or self._parts.own is not None:
-            future = self._thread.submit(self._write_part, own, aside, state_bytes)
-        stall_s = time.monotonic() - began
-        self._job = _Job(self._count, self._with_scalars(state), aside, future, stall_s, state_bytes)
-
-    def snapshot(self, state: RunState) -> None:
-        """Start a snapshot, unless the last save is still being written: that one is enough."""
-        if self._taker and not self._busy() and self._prepared and self._prepared.done():
-            tensors = tensors_of(self._model, self._optimizer)
-            self._taker.take(tensors, self._staging, self._with_scalars(state))
+            future = self._thread.submit(self._write_part, copied, aside, state_bytes)
+        self._due = None
+        self._job = _Job(self._count, state, aside, future, time.monotonic() - began, state_bytes)
 
     def forget_snapshots(self) -> None:
         """Remove this host's snapshots: the run is saved on disk, or has rolled back."""
-        if self._taker:
-            self._taker.wait()
-        if self._snapshots:
-            self._snapshots.clear()
+        if self._memory:
+            self._memory.forget()
 
     def poll(self) -> None:
         """Once per step: check the progress of the save, and report a failure. Never waits."""
-        if self._prepared is None:
-            tensors = tensors_of(self._model, self._optimizer)
-            staged = tensors if self._taker else self._own(tensors)
-            self._prepared = self._thread.submit(self._staging.prepare, staged)
-        if self._taker:
-            self._taker.poll()
+        if self._memory:
+            self._memory.poll(lambda: tensors_of(self._model, self._optimizer), self._own)
         job = self._job
         if job is None or (job.own is not None and not job.own.done()):
             return
@@ -167,7 +179,7 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
-        while self._busy():
+        while self._job is not None:
             self.poll()
             self._waiting()
             time.sleep(0.002)
@@ -193,9 +205,8 @@ class Saver:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
-
-    def _busy(self) -> bool:
-        return self._job is not None or (self._taker is not None and self._taker.busy())
+        if self._memory:
+            self._memory.close()
 
     def _own(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """What this rank writes of a checkpoint."""
@@ -204,7 +215,8 @@ class Saver:
     def _with_scalars(self, state: RunState) -> RunState:
         return replace(state, optimizer=optimizer_state(self._model, self._optimizer)[1])
 
-    def _write_part(self, own: dict[str, Tensor], aside: Path, state_bytes: int) -> FileFacts:
+    def _write_part(self, copied: Callable[[], dict[str, Tensor]], aside: Path, state_bytes: int) -> FileFacts:
+        tensors = copied()
         if self._run_id != self._folder.stored_id():  # a folder of that name may be on another disk, or another run's
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._folder.path))
         if self._world.is_rank0:
@@ -214,7 +226,8 @@ class Saver:
         aside.mkdir(exist_ok=True)
         self._reached("the folder")
         part, parts = (self._parts.own or 0, self._parts.count) if self._parts else (0, 1)
-        return write_tensors(own, aside, part=part, parts=parts, reached=self._reached)
+        write = self._memory.write if self._memory else write_tensors
+        return write(tensors, aside, part=part, parts=parts, reached=self._reached)
 
     def _conclude(self, job: _Job, outcomes: list[dict[str, Any]]) -> None:
         errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
@@ -224,16 +237,23 @@ class Saver:
             files = {name: facts for outcome in outcomes for name, facts in outcome["files"].items()}
             job.commit = self._thread.submit(self._commit, job, files)
         elif job.commit.done():
-            if (error := job.commit.exception()) is not None:
-                self._failed(job, _explain(error))
+            if "error" in (outcome := _outcome(job.commit)):
+                self._failed(job, outcome["error"])
                 return
             self._job, self._failures, self.saved_step = None, 0, job.state.step
             times = {"stall_s": round(job.stall_s, 4), "written_s": round(time.monotonic() - job.since, 4)}
-            self._tell("", {"event": "saved", "step": job.state.step, "bytes": job.bytes, **times})
+            message = ""
+            if self._due is not None and not self._told_late:
+                from drumline.checkpoint.trouble import slow_save
+
+                self._told_late = True
+                message = slow_save((job.state.step, job.since), self._due, written_s=times["written_s"])
+            self._tell(message, {"event": "saved", "step": job.state.step, "bytes": job.bytes, **times})
 
     def _commit(self, job: _Job, files: FileFacts) -> Checkpoint:
         final = self._folder.checkpoint(job.state.step)
-        done = commit(job.aside, final, job.state, files, about=self._about, reached=self._reached)
+        read_back = self._memory is not None  # by those who have written them
+        done = commit(job.aside, final, job.state, files, about=self._about, read_back=read_back, reached=self._reached)
         prune(self._folder, self._retention, newest=done, spare=self._token)
         self._reached("pruned")
         return done
@@ -249,12 +269,9 @@ class Saver:
         self._tell(*failed_save(self._folder, step=job.state.step, why=why, needed_bytes=job.bytes, pause_s=pause_s))
 
 
-def _outcome(part: Future[FileFacts]) -> dict[str, Any]:
-    error = part.exception()
-    return {"files": part.result()} if error is None else {"error": _explain(error)}
-
-
-def _explain(error: BaseException) -> str:
+def _outcome(work: Future[Any]) -> dict[str, Any]:
+    if (error := work.exception()) is None:
+        return {"files": work.result()}
     from drumline.checkpoint.trouble import explain
 
-    return explain(error)
+    return {"error": explain(error)}

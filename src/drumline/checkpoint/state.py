@@ -1,8 +1,7 @@
-"""The tensors of a run by their names in a checkpoint, and copies that training does not change."""
+"""The tensors of a run by their names in a checkpoint."""
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from typing import Any
 
@@ -46,34 +45,3 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
             else:
                 scalars[f"{kind}/{name}"] = value
     return tensors, scalars
-
-
-class Staging:
-    """One buffer per tensor, allocated once: new pages cost many times more than copying."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: dict[str, Tensor] = {}
-
-    def prepare(self, tensors: dict[str, Tensor]) -> None:
-        """Allocate the buffers and touch every page; in a thread, ahead of the first copy."""
-        for name, tensor in tensors.items():
-            buffer = self._buffer(name, tensor)
-            # Not with torch: it would start another OpenMP thread pool for this thread, and with more threads than
-            # cores none of them spins any more, which slows down every training step.
-            ctypes.memset(buffer.data_ptr(), 0, buffer.nbytes)
-
-    def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The current tensors, on the CPU."""
-        copies = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            copies[name].copy_(tensor, non_blocking=True)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return copies
-
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        if name not in self._buffers or self._buffers[name].shape != tensor.shape:
-            pin = tensor.device.type == "cuda"  # only copies to pinned memory are asynchronous
-            self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-        return self._buffers[name]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shlex
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from drumline.checkpoint.checkpoints import RunState, checkpoint_paths, commit
+from drumline.checkpoint.in_memory import snapshots_of
 from drumline.checkpoint.resuming import MEMORY
 from drumline.checkpoint.retention import step_of
-from drumline.checkpoint.snapshots import Snapshots
 from drumline.checkpoint.storage import write_tensors
 from drumline.errors import CheckpointError, DrumlineError
 from drumline.files import RunFolder, replace_text
@@ -50,6 +52,19 @@ def is_deleted(folder: RunFolder) -> bool:
     except OSError:
         return False
     return folder.stored_id() != folder.run_id()
+
+
+def slow_save(began: tuple[int, float], due: tuple[int, float], *, written_s: float) -> str:
+    """The message about saves that take longer than the time between two of them.
+
+    began, due: the step of this save and of the next one, and when they were due
+    """
+    steps, interval_s = due[0] - began[0], due[1] - began[1]
+    fits = math.ceil(written_s / max(interval_s, 1e-9) * steps)
+    return (
+        f"warning: a checkpoint takes {written_s:.2g} s to write, longer than --save_every ({steps} steps, "
+        f"{interval_s:.2g} s): the next one is saved when the disk is free; use --save_every {fits}"
+    )
 
 
 def end_unsaved(folder: RunFolder, world: World, tensors: dict[str, Tensor], state: RunState) -> NoReturn:
@@ -99,11 +114,8 @@ def deleted(folder: RunFolder, step: int, *, rescued: Path | None) -> Checkpoint
 
 def keep_in_memory(folder: RunFolder, tensors: dict[str, Tensor], state: RunState) -> bool:
     """Whether the state is in this host's memory, to resume from before the host reboots."""
-    snapshots = Snapshots.of(folder)
-    if snapshots.no_room(sum(tensor.nbytes for tensor in tensors.values())) is not None:
-        return False
     try:
-        snapshots.save({name: tensor.cpu() for name, tensor in tensors.items()}, state)
+        snapshots_of(folder).store(tensors, state.step, asdict(state), token="unsaved")
     except OSError:
         return False
     return True

@@ -172,8 +172,8 @@ class RunConfig:
     """Validation sequences per evaluation during training; `drumline evaluate` uses all of them."""
     save_every: int | None = setting(None, may_change=True)
     """Steps between checkpoints. Default: a tenth of the run."""
-    snapshot_every: int | None = setting(None, may_change=True)
-    """Steps between in-memory checkpoints (/dev/shm) for restarts after a crash; 0: none. Default: save_every / 10."""
+    snapshot_every: int | Literal["auto"] = setting("auto", may_change=True)
+    """Steps between in-memory checkpoints (/dev/shm) for restarts after a crash; 0: none. auto: as costs 1% of time."""
     keep_checkpoints: int = setting(3, may_change=True)
     """Number of checkpoints to keep."""
     keep_every: int | None = setting(None, may_change=True)
@@ -198,7 +198,7 @@ class RunConfig:
         check_positive(self, "max_nonfinite", "check_replicas_every")
         check(
             self,
-            snapshot_every=self.snapshot_every is None or self.snapshot_every >= 0,
+            snapshot_every=self.snapshot_every == "auto" or self.snapshot_every >= 0,
             spike_factor=self.spike_factor is None or 1.0 < self.spike_factor < math.inf,
             max_rollbacks=self.max_rollbacks >= 0,
         )

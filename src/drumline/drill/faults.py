@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from drumline.checkpoint import Snapshots, checkpoint_paths
+from drumline.checkpoint import checkpoint_paths, snapshots_of
 from drumline.drill.run import DrilledRun
 from drumline.errors import EXIT_STOPPED
 from drumline.files import RunFolder
@@ -71,10 +71,11 @@ def _corrupt(run: DrilledRun, draw: random.Random) -> Outcome:
     rank, pid = _victim(run, draw)
 
     def harm() -> None:
-        memory = Snapshots.of(RunFolder(run.run_dir)).folder
-        for folder in (RunFolder(run.run_dir).checkpoints, memory):
-            for path in checkpoint_paths(folder)[-1:]:
-                _flip_a_bit(path, draw)
+        folder = RunFolder(run.run_dir)
+        for path in checkpoint_paths(folder.checkpoints)[-1:]:
+            _flip_a_bit(draw.choice(sorted(path.iterdir())), draw)
+        for snapshot in snapshots_of(folder).complete()[:1]:
+            _flip_a_bit(draw.choice(snapshot.slots), draw)
         os.kill(pid, signal.SIGKILL)
 
     _wait_for_two_checkpoints(run)
@@ -164,8 +165,7 @@ def _victim(run: DrilledRun, draw: random.Random) -> tuple[int, int]:
     return rank, beats[rank].pid
 
 
-def _flip_a_bit(checkpoint: Path, draw: random.Random) -> None:
-    file = draw.choice(sorted(checkpoint.iterdir()))
+def _flip_a_bit(file: Path, draw: random.Random) -> None:
     with file.open("r+b") as content:
         place = draw.randrange(file.stat().st_size)
         content.seek(place)

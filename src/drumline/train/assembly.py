@@ -19,7 +19,7 @@ from drumline.train.loop import Loop
 from drumline.train.setup import Intervals, Setup
 
 if TYPE_CHECKING:
-    from drumline.checkpoint import Snapshots
+    from drumline.snapshots import Snapshots
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def assembled(
         open_parts.enter_context(_failures_named(journal, intervals))
         tell = partial(_tell, records, journal, intervals)
         guard = Guard(setup.guard_rules, world, setup.batches, setup.step.precision, tell=tell)
-        snapshots = find_snapshots(folder, world, takes=intervals.snapshot_every > 0)
+        snapshots = find_snapshots(folder, world, takes=intervals.snapshot_every != 0)
         saver = open_parts.enter_context(_saving(setup, intervals, snapshots, pulse, tell))
         history = History(
             setup, intervals, guard=guard, saver=saver, snapshots=snapshots, records=records, journal=journal, tell=tell
@@ -85,7 +85,8 @@ def _saving(
         setup.step.optimizer,
         retention=setup.retention,
         snapshots=snapshots,
-        takes_snapshots=intervals.snapshot_every > 0,
+        snapshot_every=intervals.snapshot_every,
+        on_time=setup.guard_rules.may_go_back,
         about={"config_sha256": setup.config_sha256, "versions": versions()},
         tell=tell,
         waiting=pulse.still_there,

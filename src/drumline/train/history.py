@@ -14,7 +14,7 @@ from drumline.train.guard import Guard
 from drumline.train.setup import Intervals, Setup
 
 if TYPE_CHECKING:
-    from drumline.checkpoint import Snapshots
+    from drumline.snapshots import Snapshots
 
 
 class History:

@@ -22,7 +22,7 @@ from drumline.report import Record, Records, Speed
 from drumline.train.guard import Guard, Verdict
 from drumline.train.history import History
 from drumline.train.setup import Intervals, Setup
-from drumline.train.step import Gradient, StepResult
+from drumline.train.step import NO_VOTES, Gradient, StepResult, Votes
 
 if TYPE_CHECKING:
     from drumline.parallel import Pace
@@ -73,7 +73,7 @@ class Loop:
         """Train until the last step, or until a rank is asked to stop."""
         step = first = self.history.begin()
         last, result, speed = self.intervals.total_steps, None, Speed(step)
-        while step < last and not (result and result.stop):
+        while step < last and not (result and result.votes.stop):
             result = self._step(step)
             back = self._judged(step, result)
             if back is not None:
@@ -90,36 +90,37 @@ class Loop:
                 self.records.write(self._record(step, result, speed))
             if step == first + 1:
                 speed = Speed(step)  # the first steps include compilation and other setup
-            saves = self.intervals.saves(step) or result.save
             evaluates = self.evaluate is not None and self.intervals.evaluates(step)
-            if saves or evaluates or self.intervals.snapshots(step) or self.intervals.compares(step):
-                self._wait_for_device()  # work that is still queued on the device is not part of the pause
+            if evaluates or result.votes.save or result.votes.snapshot or self.intervals.compares(step):
                 with speed.paused():
-                    self._look_up(step, evaluates=evaluates, saves=saves)
+                    self._look_up(step, result, evaluates=evaluates)
             self.saver.poll()
         return self._end(step, result)
 
     def _step(self, step: int) -> StepResult:
-        setup, save, stop = self.setup, self.saver.wants_to_retry(), self.stop.is_set() or self.saver.has_no_folder
+        setup, saves = self.setup, self.saver.wants_to_save(step + 1, due=self.intervals.saves(step + 1))
+        stop = self.stop.is_set() or self.saver.has_no_folder
+        votes = Votes(stop, saves, self.saver.wants_snapshot(step + 1))
         before = self.history.running_statistics()
-        gradient = self._ahead.pop(step, None) or self._gradient(step, stop=stop, save=save)
+        gradient = self._ahead.pop(step, None) or self._gradient(step, votes)
         self._ahead.clear()
         read = setup.step.update(gradient, lr=setup.lr(step) if setup.lr else None)
-        if setup.step.backward.runs_ahead and step + 1 < self.intervals.total_steps and not stop:
+        if setup.step.backward.runs_ahead and step + 1 < self.intervals.total_steps and not votes.stop:
             # Start the next step before reading this one's loss: the device never idles. If in vain, it is recomputed.
             with suppress(Exception):  # it will be raised again when that step is due, with this one complete
-                self._ahead[step + 1] = self._gradient(step + 1, stop=False, save=False)
+                self._ahead[step + 1] = self._gradient(step + 1, NO_VOTES)
         result = read()
-        result = replace(result, stop=result.stop or stop, save=result.save or save)
+        # What was started ahead came without them.
+        result = replace(result, votes=Votes(*map(max, votes, result.votes)))
         if self.pace is not None:
             self.pace.compare(step + 1, result.work_s)
         if not result.updated:
             self.history.put_back(before)
         return result
 
-    def _gradient(self, step: int, *, stop: bool, save: bool) -> Gradient:
+    def _gradient(self, step: int, votes: Votes) -> Gradient:
         watch = self.pace.begin(step) if self.pace is not None else None
-        return self.setup.step.gradient(self._micro_batches(step), stop=stop, save=save, watch=watch)
+        return self.setup.step.gradient(self._micro_batches(step), votes=votes, watch=watch)
 
     def _micro_batches(self, step: int) -> Iterator[Any]:
         batches, world, data_step = self.setup.batches, self.setup.world, self.history.data_step(step)
@@ -146,25 +147,20 @@ class Loop:
             return self.history.go_back(step)
         return None
 
-    def _look_up(self, step: int, *, evaluates: bool, saves: bool) -> None:
+    def _look_up(self, step: int, result: StepResult, *, evaluates: bool) -> None:
         """Between two steps: evaluate, compare the ranks' weights, save."""
         held_out: Record = {}
         if evaluates and self.evaluate:
             self.pulse.at("evaluate", step)
             held_out = self.evaluate()
             self.records.write({"step": step, **held_out})
-        snapshots = self.intervals.snapshots(step)
+        _, saves, snapshots = result.votes
         if self.compare_replicas and (saves or snapshots or self.intervals.compares(step)):
             self.compare_replicas(step)  # a replica with different weights must not get into a checkpoint
-        if saves:
+        if saves or snapshots:
             self.pulse.at("save", step)
-            self.saver.save(self.history.state(step, held_out.get("valid_loss")))
-        elif snapshots:
-            self.saver.snapshot(self.history.state(step))
-
-    def _wait_for_device(self) -> None:
-        if self._ahead and self.setup.world.device.type == "cuda":
-            torch.cuda.synchronize(self.setup.world.device)
+            state = self.history.state(step, held_out.get("valid_loss"))
+            self.saver.save(state, on_disk=saves, in_memory=snapshots)
 
     def _end(self, step: int, result: StepResult | None) -> FitResult:
         self.pulse.at("ending", step)

@@ -272,13 +272,13 @@ def _intervals(config: TrainConfig, *, total_steps: int) -> Intervals:
     save_every = run.save_every or tenth
     # Snapshots are for ranks that a supervisor restarts; a process without one leaves none behind.
     restarted = own_pulse().is_supervised or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    snapshot_every = max(1, save_every // 10) if restarted else 0
+    by_cost = None if restarted else 0
     return Intervals(
         total_steps=total_steps,
         log_every=config.records.log_every,
         eval_every=run.eval_every or tenth,
         save_every=Fraction(save_every),
-        snapshot_every=snapshot_every if run.snapshot_every is None else run.snapshot_every,
+        snapshot_every=by_cost if run.snapshot_every == "auto" else run.snapshot_every,
         compare_every=run.check_replicas_every or 0,
     )
 

@@ -54,8 +54,8 @@ class Intervals:
     eval_every: int | Fraction
     save_every: Fraction
     """May be fractional, as in epochs: due at the first step that reaches a multiple."""
-    snapshot_every: int = 0
-    """Steps between in-memory snapshots; 0: none."""
+    snapshot_every: int | None = 0
+    """Steps between in-memory snapshots; 0: none; None: as often as costs little."""
     compare_every: int = 0
     """Steps between comparisons of the ranks' weights, besides those before each save; 0: none."""
 
@@ -67,9 +67,6 @@ class Intervals:
 
     def saves(self, step: int) -> bool:
         return due(step, self.save_every, self.total_steps)
-
-    def snapshots(self, step: int) -> bool:
-        return self.snapshot_every > 0 and step % self.snapshot_every == 0
 
     def compares(self, step: int) -> bool:
         return self.compare_every > 0 and step % self.compare_every == 0

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,17 @@ class Backward:
             return self.objective(model, batch) / self.weight
 
 
+class Votes(NamedTuple):
+    """What a rank wants all ranks to do after a step."""
+
+    stop: bool = False
+    save: bool = False
+    snapshot: bool = False
+
+
+NO_VOTES = Votes()
+
+
 @dataclass(frozen=True)
 class StepResult:
     loss: float
@@ -86,10 +97,8 @@ class StepResult:
     """False: the loss or the gradient had NaN or Inf, and the weights are unchanged."""
     own_loss: float
     """This rank's part of the loss, to find out where a NaN came from."""
-    stop: bool
-    """Whether any rank was asked to stop; the same on all ranks."""
-    save: bool
-    """Whether any rank wants a checkpoint of this step; the same on all ranks."""
+    votes: Votes
+    """What any rank wants; the same on all ranks."""
     work_s: tuple[float, ...] = ()
     """Seconds of each rank's own work, if measured; the same on all ranks."""
 
@@ -99,7 +108,7 @@ class Gradient:
     """What comes with the gradient of a step, which is in every parameter's .grad."""
 
     totals: Tensor
-    """From Strategy.finish: loss, votes to stop and to save, each rank's time."""
+    """From Strategy.finish: loss, the votes, each rank's time."""
     own_loss: Tensor
 
 
@@ -116,7 +125,7 @@ class Step:
     """Maximum gradient norm; 0: no clipping."""
 
     def gradient(
-        self, micro_batches: Iterable[Any], *, stop: bool = False, save: bool = False, watch: Stopwatch | None = None
+        self, micro_batches: Iterable[Any], *, votes: Votes = NO_VOTES, watch: Stopwatch | None = None
     ) -> Gradient:
         """Sum the gradient over this rank's micro-batches and over the ranks, along with the votes."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -126,7 +135,7 @@ class Step:
                 losses.append(self.backward(self.strategy.model, batch, watch))
             self.strategy.add(losses[-1])
         # Created on the device: a copy from the host would wait for backward, and then the device for the host.
-        extras = [losses[0].new_full((1,), float(vote)) for vote in (stop, save)]
+        extras = [losses[0].new_full((1,), float(vote)) for vote in votes]
         totals = self.strategy.finish(torch.cat(extras if watch is None else [*extras, watch.slots(losses[0])]))
         self.precision.scaler.unscale_(self.optimizer)
         return Gradient(totals, torch.stack(losses).sum())
@@ -162,14 +171,13 @@ def _may_update_unread(numbers: Tensor, optimizer: torch.optim.Optimizer) -> boo
 
 
 def _result(numbers: list[float]) -> StepResult:
-    mean_loss, stop, save, *work_s, own_loss, grad_norm = numbers
+    mean_loss, stop, save, snapshot, *work_s, own_loss, grad_norm = numbers
     return StepResult(
         mean_loss,
         grad_norm,
         updated=math.isfinite(mean_loss) and math.isfinite(grad_norm),
         own_loss=own_loss,
-        stop=stop > 0,
-        save=save > 0,
+        votes=Votes(stop > 0, save > 0, snapshot > 0),
         work_s=tuple(work_s),
     )
 

@@ -1,0 +1,19 @@
+"""A run's state <-> memory that outlives its process.
+
+So a dead rank costs a few steps and no disk I/O. memory: reserved before it is used, pinned for a GPU. layout: tensors
+in one piece of it. copies: of the state, on the GPU first (sums: checksums there). slots: sealed when complete, and
+verified before use. folder: the slots of a host. schedule: when a snapshot is due. taking: all of that while a run
+trains.
+"""
+
+from typing import TYPE_CHECKING
+
+from drumline.lazy import public
+
+if TYPE_CHECKING:
+    from drumline.snapshots.copies import Copies, Staging
+    from drumline.snapshots.folder import Snapshot, Snapshots
+    from drumline.snapshots.layout import Layout
+    from drumline.snapshots.taking import Taker
+
+__getattr__, __dir__, __all__ = public(__name__, __file__)

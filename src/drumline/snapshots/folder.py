@@ -1,0 +1,204 @@
+"""The snapshots of a run on this host: two slots per part, of which at least one set is always complete.
+
+    /dev/shm/drumline-UID/RUN-ID/
+      0-of-2-a, 0-of-2-b      the slots of the first of two ranks on this host
+      1-of-2-a, 1-of-2-b      those of the second one
+      0-of-1-c                all of a run that could not be saved when it had to stop
+      run                     the path of the run folder
+
+Each rank of a host writes its share of the state, so that the host has all of it. A snapshot is complete when all parts
+have a slot of the same step; only then is the older one written over.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from drumline.files import make_private, publish
+from drumline.snapshots.layout import Layout
+from drumline.snapshots.memory import threads_for_copies
+from drumline.snapshots.slots import Content, DamagedError, Header, Slot, empty_slot, is_in_use, read_header, read_slot
+from drumline.units import count
+
+_FORGOTTEN_S = 7 * 86400.0
+_OWNER = "run"
+_ATTEMPTS = 10
+_SLOT = re.compile(r"(\d+)-of-(\d+)-[abc]")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A complete snapshot; not verified."""
+
+    step: int
+    token: str
+    slots: tuple[Path, ...]
+    """One per part."""
+
+    @property
+    def saved(self) -> float:
+        """When it was complete, in seconds since 1970."""
+        return max(path.stat().st_mtime for path in self.slots)
+
+    @property
+    def bytes(self) -> int:
+        return sum(path.stat().st_size for path in self.slots)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A verified snapshot."""
+
+    found: Found
+    about: dict[str, Any]
+    tensors: dict[str, Tensor]
+    parts: list[Content]
+    headers: list[Header | None]
+
+    def is_still_there(self) -> bool:
+        """Whether nobody has written to it since it was verified."""
+        return [_header(path) for path in self.found.slots] == self.headers
+
+
+class Snapshots:
+    """The snapshots of one run on this host."""
+
+    def __init__(self, folder: Path, run: Path) -> None:
+        self.folder, self._run = folder, run
+
+    def make_folder(self) -> None:
+        for attempt in range(_ATTEMPTS):
+            try:
+                if not make_private(self.folder.parent):
+                    raise PermissionError(f"{self.folder.parent} is not this user's own folder")
+                self.folder.mkdir(mode=0o700, exist_ok=True)
+                break
+            except FileNotFoundError:  # another run, at its end, has removed the folder of all runs
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+        (self.folder / _OWNER).write_text(str(self._run.absolute()), encoding="utf-8")
+
+    def slots_of(self, part: int, parts: int) -> list[Path]:
+        return [self.folder / f"{part}-of-{parts}-{letter}" for letter in "ab"]
+
+    def no_room(self, state_bytes: int) -> str | None:
+        """Why snapshots of this size cannot be kept here; None if they can."""
+        memory = self.folder.parents[1]
+        needed = 2 * state_bytes  # a new one is complete before the old one is written over
+        try:
+            free = min(shutil.disk_usage(memory).free, psutil.virtual_memory().available) + _bytes_in(self.folder)
+        except OSError as error:
+            return f"{memory} does not exist ({error.strerror})"
+        if free < needed:
+            return f"they need {count(needed)}B of memory in {memory}, but {count(free)}B are free"
+        return None
+
+    def complete(self, *, damaged: Callable[[Path, Exception], None] = lambda path, error: None) -> list[Found]:
+        """Complete snapshots, the newest first; not verified."""
+        sets: dict[tuple[int, int, str], dict[int, Path]] = {}
+        for path in _slots(self.folder):
+            match = _SLOT.fullmatch(path.name)
+            try:
+                header = read_header(path)
+            except DamagedError as error:
+                damaged(path, error)
+                continue
+            if match and header:
+                sets.setdefault((header.step, int(match[2]), header.token), {})[int(match[1])] = path
+        return [
+            Found(step, token, tuple(found[part] for part in range(parts)))
+            for (step, parts, token), found in sorted(sets.items(), reverse=True)
+            if len(found) == parts
+        ]
+
+    def newest(self, *, warn: Callable[[str], None], device: torch.device) -> Snapshot | None:
+        """The newest complete snapshot, verified; a damaged one is skipped."""
+        with ThreadPoolExecutor(threads_for_copies(), thread_name_prefix="verify") as threads:
+            for found in self.complete(damaged=lambda path, error: warn(_damaged(path, error))):
+                headers, parts = [_header(path) for path in found.slots], []
+                for path in found.slots:
+                    try:
+                        parts.append(read_slot(path, threads, device=device))
+                    except (DamagedError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+                        warn(_damaged(path, error))
+                        break
+                else:
+                    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+                    return Snapshot(found, parts[0].about, tensors, parts, headers)
+        return None
+
+    def store(self, tensors: dict[str, Tensor], step: int, about: dict[str, Any], *, token: str) -> None:
+        """Keep a whole state beside what there is: the last resort of a run that cannot be saved. OSError: no room."""
+        if why := self.no_room(sum(tensor.nbytes for tensor in tensors.values())):
+            raise OSError(why)
+        self.make_folder()
+        slot = Slot(self.folder / "0-of-1-c", Layout.of(tensors), device=torch.device("cpu"))
+        slot.open()
+        for name, view in slot.layout.views(slot.data).items():
+            view.copy_(tensors[name])
+        with ThreadPoolExecutor(1) as thread:
+            slot.seal(step, token, about, thread)
+        slot.close()
+
+    def forget_others(self) -> None:
+        """Free the memory of runs that were killed and then deleted, or not resumed for a week."""
+        for folder in self.folder.parent.glob("*"):
+            owner = folder / _OWNER
+            if folder == self.folder or not owner.exists():
+                continue
+            old = time.time() - owner.stat().st_mtime > _FORGOTTEN_S
+            gone = old or not Path(owner.read_text(encoding="utf-8")).exists()
+            if gone and not any(is_in_use(path) for path in _slots(folder)):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def forget_parts(self, parts: int) -> None:
+        """Remove the slots that another number of ranks on this host has left."""
+        for path in _slots(self.folder):
+            if f"-of-{parts}-" not in path.name and not is_in_use(path):
+                path.unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Free the memory: the run is saved on disk, or takes another course."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):  # not empty: other runs have snapshots there
+            self.folder.parent.rmdir()
+
+
+def _slots(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.glob("*-of-*-[abc]")) if _SLOT.fullmatch(path.name))
+
+
+def _header(path: Path) -> Header | None:
+    try:
+        return read_header(path)
+    except DamagedError:
+        return None
+
+
+def _damaged(path: Path, error: Exception) -> str:
+    """Empties a damaged slot, so that the next snapshot is written there and not over one that is whole."""
+    empty_slot(path)
+    publish({"event": "checkpoint damaged", "path": str(path)})
+    return f"the snapshot {path} is damaged: {error}; trying an older one"
+
+
+def _bytes_in(folder: Path) -> int:
+    """Size of its files; another process may remove them."""
+    total = 0
+    for path in folder.glob("*"):
+        with suppress(OSError):
+            total += os.stat(path).st_size
+    return total

@@ -1,0 +1,54 @@
+"""When a snapshot is due: at its steps, or when the last one is complete; with auto as costs 1% of the time."""
+
+from drumline.snapshots.schedule import Schedule
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def steps(
+    schedule: Schedule, clock: Clock, count: int, *, step_s: float, busy_s: float = 0.0, first: int = 1
+) -> list[int]:
+    """The steps after which one was taken, each of which takes so long to complete."""
+    taken, free_at = [], 0.0
+    for step in range(first, first + count):
+        if schedule.is_due(step, free=clock.now_s >= free_at):
+            taken.append(step)
+            schedule.taken(step)
+            schedule.measured(cost_s=0.01, took_s=busy_s)
+            free_at = clock.now_s + busy_s
+        clock.now_s += step_s
+    return taken
+
+
+def test_fixed_intervals_are_kept() -> None:
+    clock = Clock()
+    schedule = Schedule(20, now=clock)
+    assert steps(schedule, clock, 100, step_s=0.1) == [20, 40, 60, 80, 100]
+    assert schedule.complaint() is None
+
+
+def test_one_that_is_late_is_taken_when_the_last_one_is_complete_and_the_interval_that_fits_is_told() -> None:
+    clock = Clock()
+    schedule = Schedule(2, now=clock)
+    assert steps(schedule, clock, 25, step_s=1.0, busy_s=4.5) == [2, 7, 12, 17, 22]
+    said = schedule.complaint()
+    assert said is not None and "takes 4.5 s, longer than --snapshot_every 2 (2 s)" in said
+    assert "every 5 steps; use --snapshot_every auto or 5" in said
+    assert schedule.complaint() is None  # once
+
+
+def test_auto_takes_them_as_often_as_costs_one_percent_of_the_time() -> None:
+    clock = Clock()
+    assert steps(Schedule(None, now=clock), clock, 30, step_s=0.125) == [1, 9, 17, 25]
+
+
+def test_auto_leaves_time_to_complete_each_and_begins_anywhere() -> None:
+    clock = Clock()
+    taken = steps(Schedule(None, now=clock), clock, 12, step_s=1.0, busy_s=3.0, first=5001)
+    assert taken == [5001, 5005, 5009]
