@@ -11,7 +11,7 @@ import psutil
 import pytest
 from helpers.gated import gated
 from helpers.small import small
-from helpers.warm import Warm, run_warm
+from helpers.warm import piped, run_warm
 
 from drumline.checkpoint.checkpoints import checkpoint_paths, open_checkpoint
 from drumline.errors import EXIT_USER
@@ -102,12 +102,7 @@ def test_only_the_lock_deleted_is_no_reason_to_stop(here: Path) -> None:
 @pytest.mark.parametrize("step", [1, 100, 390])
 def test_two_ranks_whose_folder_is_deleted_end_with_one_error(here: Path, step: int) -> None:
     flags = [*FLAGS, "--total_steps", "400", "--save_every", "50", "--nproc", "2"]
-    with Warm(
-        [sys.executable, "-m", "drumline", "train", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    with piped(["-m", "drumline", "train", *flags]) as process:
         family: list[psutil.Process] = []
         try:
             assert process.stdout is not None

@@ -129,6 +129,11 @@ def run_warm(args: Sequence[str], *, timeout: float, **more: Any) -> subprocess.
     return subprocess.CompletedProcess(list(args), process.returncode, out, err)
 
 
+def piped(words: Sequence[str]) -> Warm:
+    """A command of this Python with both of its streams in one pipe, as text."""
+    return Warm([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
 def warm_programs(folder: Path) -> Path:
     """A folder with python, drumline and torchrun that start at once."""
     folder.mkdir()

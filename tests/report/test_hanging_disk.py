@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.ranks import run_ranks
 from helpers.small import small
-from helpers.warm import Warm
+from helpers.warm import piped
 
 from drumline.errors import EXIT_FAILED
 from drumline.files.run_folder import RunFolder
@@ -60,12 +59,7 @@ def hang(metrics: Path) -> None:
 def test_a_disk_that_hangs_holds_up_no_step_and_loses_no_line_if_it_answers_in_the_end(here: Path, ranks: int) -> None:
     flags = [*FLAGS, "--nproc", str(ranks)] if ranks > 1 else FLAGS
     metrics = here / "run/metrics.jsonl"
-    with Warm(
-        [sys.executable, "-m", "drumline", "train", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    with piped(["-m", "drumline", "train", *flags]) as process:
         try:
             said = Said(process)
             said.wait_for(lambda: read_metrics(metrics))
@@ -130,12 +124,7 @@ def test_however_a_run_ends_its_last_line_is_on_a_disk_that_is_slow(here: Path, 
         "with an error": ["--lr", "1e38", "--warmup_steps", "0", "--on_nonfinite", "halt", "--grad_clip", "0"],
         "when asked to stop": ["--total_steps", "100000"],
     }[ends]
-    with Warm(
-        [sys.executable, "-c", SLOW, "train", *small(*FLAGS, *more)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
+    with piped(["-c", SLOW, "train", *small(*FLAGS, *more)]) as process:
         try:
             said = Said(process)
             if ends == "when asked to stop":
