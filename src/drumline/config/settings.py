@@ -173,7 +173,7 @@ class RunConfig:
     save_every: int | None = setting(None, may_change=True)
     """Steps between checkpoints. Default: a tenth of the run."""
     snapshot_every: int | Literal["auto"] = setting("auto", may_change=True)
-    """Steps between in-memory checkpoints (/dev/shm) for restarts after a crash; 0: none. auto: as costs 1% of time."""
+    """Steps between in-memory checkpoints (/dev/shm) for restarts after a crash; 0: none. auto: for 1% of the time."""
     keep_checkpoints: int = setting(3, may_change=True)
     """Number of checkpoints to keep."""
     keep_every: int | None = setting(None, may_change=True)

@@ -80,7 +80,7 @@ class Copies:
         views = layout.views(host)
         later = {name: view for name, view in views.items() if name in self._on_device}
         for name in views.keys() - later:
-            views[name].copy_(self._tensors[name], non_blocking=True)
+            views[name].copy_(self._tensors[name], non_blocking=self._device.type == "cuda")
         if not later:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)

@@ -132,7 +132,9 @@ def read_header(path: Path) -> Header | None:
     fields = text[: _HEADER.size]
     if len(text) < _HEADER.size + _CHECKSUM.size or _CHECKSUM.unpack(text[_HEADER.size :])[0] != zlib.crc32(fields):
         raise DamagedError("its header does not match its checksum")
-    _, step, data_bytes, seal_bytes, seal_checksum, token = _HEADER.unpack(fields)
+    magic, step, data_bytes, seal_bytes, seal_checksum, token = _HEADER.unpack(fields)
+    if magic != _MAGIC:
+        raise DamagedError("it has another format")
     return Header(step, data_bytes, seal_bytes, seal_checksum, token.rstrip(b"\0").decode(errors="replace"))
 
 
