@@ -34,6 +34,7 @@ from drumline.config.settings import OptimConfig, TrainConfig
 from drumline.kernels.cuda_graphs import with_graphs
 from drumline.kernels.gpt import Float8GPT, FusedGPT
 from drumline.model.build import token_objective
+from drumline.model.flops import flops_per_token
 from drumline.model.gpt import GPT
 from drumline.optim.optimizers import make_optimizer
 from drumline.parallel.hardware import allow_tf32, peak_flops
@@ -143,7 +144,7 @@ def measure(name: str, *, steps: int, profile: bool = False) -> dict[str, Any]:
     if case.compile and name != "nanogpt":
         model.compile()
     step = nanogpt_step(model.config, ids, targets) if name == "nanogpt" else drumline_step(model, optim, ids, targets)
-    flops = model.flops_per_token(CONTEXT)
+    flops = flops_per_token(model, context=CONTEXT)
     if name == "nanogpt":
         del model
     step()

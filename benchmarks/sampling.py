@@ -18,6 +18,7 @@ from header import header
 
 from drumline.config.model import GPTConfig
 from drumline.generate.sample import SampleConfig, generate
+from drumline.model.flops import num_parameters
 from drumline.model.gpt import GPT
 
 
@@ -30,7 +31,7 @@ def main() -> None:
     model = GPT(GPTConfig())
     header()
     print(f"load      {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} threads")
-    print(f"GPT-2 shape, {model.num_parameters() / 1e6:.0f} M parameters, float32, {tokens} tokens, batch 1, greedy")
+    print(f"GPT-2 shape, {num_parameters(model) / 1e6:.0f} M parameters, float32, {tokens} tokens, batch 1, greedy")
     cached, recomputed = measure(model, tokens)
     for name, run in (("cache", cached), ("recompute", recomputed)):
         print(f"{name:9} {tokens / run.seconds:8.1f} tokens/s")

@@ -133,3 +133,4 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_that_it_starts_again(
     assert "renamed to step-00000006.damaged\nwarning: no valid checkpoint is left: starting again from step 0\n" in out
     assert (run.checkpoints / "step-00000006.damaged").is_dir()
     assert train("--run_dir", "new") == 0 and "no valid checkpoint" not in capsys.readouterr().out
+    assert run.read_status()["weights_sha256"] == RunFolder(Path("new")).read_status()["weights_sha256"]

@@ -18,6 +18,7 @@ from torch import Tensor
 from drumline.config.model import GPTConfig
 from drumline.errors import ConfigError
 from drumline.generate.sample import SampleConfig, generate
+from drumline.model.flops import flops_per_token, num_parameters
 from drumline.model.gpt import GPT, KVCache
 
 CLASSIC = GPTConfig(vocab_size=97, max_position_embeddings=32, n_layers=2, n_heads=4, d_model=32, d_ff=80)
@@ -234,9 +235,9 @@ def test_value_tables_serve_the_first_and_the_last_layers_and_are_no_product() -
     plain, tabled = GPT(deep), GPT(replace(deep, value_tables=2))
     values = tabled.extra_values(tokens(1, 4))
     assert sorted(values) == [0, 1, 3, 4] and values[0] is values[3] and values[1] is values[4]
-    assert tabled.num_parameters() == plain.num_parameters() + 2 * 97 * 32
-    assert tabled.num_parameters(embedding=False) == plain.num_parameters(embedding=False)
-    assert tabled.flops_per_token(32) == plain.flops_per_token(32)
+    assert num_parameters(tabled) == num_parameters(plain) + 2 * 97 * 32
+    assert num_parameters(tabled, embedding=False) == num_parameters(plain, embedding=False)
+    assert flops_per_token(tabled, context=32) == flops_per_token(plain, context=32)
     assert len(GPT(replace(deep, n_layers=1, value_tables=3)).value_tables) == 1
 
 
@@ -285,16 +286,16 @@ def test_dropout_acts_while_training_only(config: GPTConfig) -> None:
 def test_the_default_is_gpt2_with_124_million_parameters() -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig())
-    assert model.num_parameters() == 124_439_808
-    assert model.num_parameters(embedding=False) == 124_439_808 - (50257 + 1024) * 768
+    assert num_parameters(model) == 124_439_808
+    assert num_parameters(model, embedding=False) == 124_439_808 - (50257 + 1024) * 768
     expected = 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
-    assert model.flops_per_token(1024) == expected
+    assert flops_per_token(model, context=1024) == expected
 
 
 def test_an_untied_head_counts_as_weights_of_a_product() -> None:
     tied, untied = GPT(replace(MODERN, tie_embeddings=True)), GPT(MODERN)
-    assert untied.num_parameters() == tied.num_parameters() + 97 * 32
-    assert untied.flops_per_token(32) == tied.flops_per_token(32)
+    assert num_parameters(untied) == num_parameters(tied) + 97 * 32
+    assert flops_per_token(untied, context=32) == flops_per_token(tied, context=32)
 
 
 @FAMILIES

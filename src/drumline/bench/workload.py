@@ -22,7 +22,7 @@ from drumline.bench.ceilings import seconds, start_together
 from drumline.config import TrainConfig
 from drumline.data import BatchPlan, TokenBatches, TokenFile
 from drumline.kernels import WARM_UPS, RecordedBackward, with_graphs, with_kernels
-from drumline.model import GPT, build_model, token_objective
+from drumline.model import build_model, flops_per_token, token_objective
 from drumline.optim import make_optimizer
 from drumline.parallel import Plain, World, allow_tf32, make_strategy, pick_dtype
 from drumline.train import Backward, Precision, Step, to_device
@@ -68,8 +68,7 @@ class Workload:
 
     @property
     def flops_per_token(self) -> int:
-        assert isinstance(self.model, GPT)
-        return self.model.flops_per_token(self._batches.tokens_per_item)
+        return int(flops_per_token(self.model, context=self._batches.tokens_per_item))
 
     def join_ranks(self) -> None:
         """From here on, a step is a collective."""

@@ -194,7 +194,7 @@ def load(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Opt
     if optimizer is not None:
         _check_optimizer([*(name for name in stored if "/" in name), *checkpoint.state.optimizer], checkpoint, model)
         wanted = {name: about for name, about in stored.items() if kind_of(name) == "optimizer"}
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in wanted.items()}
+        tensors = _room_for(wanted, model, optimizer)
         _fill(tensors, checkpoint)
         load_optimizer(tensors, checkpoint.state.optimizer, model, optimizer)
 
@@ -218,24 +218,34 @@ def share(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, s
     own: list[Any] = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
     shapes, scalars = world.gather([own, scalars])[source]
     if world.rank != source:
-        empty = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in shapes}
-        load_optimizer(empty, scalars, model, optimizer)
+        stored = {name: (getattr(torch, dtype), torch.Size(shape)) for name, dtype, shape in shapes}
+        load_optimizer(_room_for(stored, model, optimizer), scalars, model, optimizer)
         tensors, _ = optimizer_state(model, optimizer)
     world.broadcast([tensors[name] for name, _, _ in shapes], source=source)
+
+
+def _room_for(
+    stored: dict[str, tuple[torch.dtype, torch.Size]], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, Tensor]:
+    """Memory for an optimizer's state, where it will be used: a detour through the host takes longer than all else."""
+    parameters = dict(model.named_parameters())
+    # Fused optimizers keep their step count on the device; the others on the CPU.
+    counts_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+
+    def device(key: str) -> torch.device:
+        kind, name = key.split("/", 1)
+        return parameters[name].device if kind != "step" or counts_on_device else torch.device("cpu")
+
+    return {key: torch.empty(shape, dtype=dtype, device=device(key)) for key, (dtype, shape) in stored.items()}
 
 
 def load_optimizer(
     tensors: dict[str, Tensor], scalars: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
+    """tensors: where the optimizer uses them"""
     parameters = dict(model.named_parameters())
-    # Fused optimizers keep their step count on the device; the others on the CPU.
-    counts_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     optimizer.state.clear()
-    for key, tensor in tensors.items():
-        kind, name = key.split("/", 1)
-        moves = kind != "step" or counts_on_device
-        optimizer.state[parameters[name]][kind] = tensor.to(parameters[name].device) if moves else tensor
-    for key, value in scalars.items():
+    for key, value in {**tensors, **scalars}.items():
         kind, name = key.split("/", 1)
         optimizer.state[parameters[name]][kind] = value
 

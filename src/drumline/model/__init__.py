@@ -6,7 +6,8 @@ from drumline.lazy import public
 
 if TYPE_CHECKING:
     from drumline.model.build import build_model, token_objective
-    from drumline.model.flops import flops_per_token
+    from drumline.model.deferred import uninitialized
+    from drumline.model.flops import flops_per_token, num_parameters
     from drumline.model.gpt import GPT, CausalSelfAttention, KVCache, RMSNorm, TransformerBlock
     from drumline.model.loss import (
         IGNORED,

@@ -164,22 +164,6 @@ class GPT(nn.Module):
         for part in (*self.blocks, self.final_norm):
             part.compile(*args, **kwargs)
 
-    def num_parameters(self, *, embedding: bool = True) -> int:
-        """Number of weights; `embedding=False` leaves out embedding tables (including a tied head)."""
-        tables = (self.token_embedding, self.position_embedding, *self.value_tables)
-        left_out = 0 if embedding else sum(table.weight.numel() for table in tables if table is not None)
-        return sum(p.numel() for p in self.parameters()) - left_out
-
-    def flops_per_token(self, context: int) -> int:
-        """Training FLOPs per token: 6 per weight used in a matmul, plus attention.
-
-        Counted as in PaLM: attention over the whole context, although causal kernels skip half of it.
-        """
-        matmul_weights = self.num_parameters(embedding=False)
-        if self.head is None:
-            matmul_weights += self.token_embedding.weight.numel()
-        return 6 * matmul_weights + 12 * self.config.n_layers * self.config.d_model * context
-
 
 class TransformerBlock(nn.Module):
     """Attention, then feed-forward, each with pre-norm and a residual connection."""

@@ -48,6 +48,8 @@ class History:
     def begin(self) -> int:
         """The step to continue with."""
         state = self.restore(self._setup.resume_from)
+        if state is None and self._setup.initialize:
+            self._setup.initialize()
         self.folder.began = True
         step = state.step if state else 0
         self.detours = state.detours if state else []

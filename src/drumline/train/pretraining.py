@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -75,7 +74,7 @@ def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
         config, total_steps = _with_length(config, folder, data, world)
         records = world.on_all_ranks(lambda: _open_records(config, folder, data, world))
         open_parts.callback(records.close)
-        setup = _setup(config, folder, data, world, records, total_steps=total_steps)
+        setup = _setup(config, folder, data, world, total_steps=total_steps, goes_on=stored is not None)
         intervals = _intervals(config, total_steps=total_steps)
         records.say("\n".join(introduction(config, data, setup, total_steps=total_steps)))
         with assembled(setup, intervals, records, evaluate=_evaluator(config, data, setup)) as loop:
@@ -154,7 +153,7 @@ def _with_length(config: TrainConfig, folder: RunFolder, data: Data, world: Worl
 
     if config.batch.minutes is None:
         return config, steps_in_epochs(config, world.on_all_ranks(lambda: _batches(config, data, total_steps=0)))
-    trial = partial(_setup, config, folder, data, world, None, total_steps=1)
+    trial = partial(_setup, config, folder, data, world, total_steps=1)
     return steps_in_minutes(config, folder, world, trial, partial(_evaluator, data=data))
 
 
@@ -196,17 +195,24 @@ def _batches(config: TrainConfig, data: Data, *, total_steps: int) -> TokenBatch
 
 
 def _setup(
-    config: TrainConfig, folder: RunFolder, data: Data, world: World, records: Records | None, *, total_steps: int
+    config: TrainConfig, folder: RunFolder, data: Data, world: World, *, total_steps: int, goes_on: bool = False
 ) -> Setup:
+    """goes_on: the weights will be restored, so they are initialized only if nothing valid is left"""
     run = config.run
     batches = world.on_all_ranks(lambda: _batches(config, data, total_steps=total_steps))
-    model = _model(config, data, world)
+    make, initialize = partial(_model, config, data, world), None
+    if goes_on and config.model.model == "gpt":
+        from drumline.model import uninitialized
+
+        model, initialize = uninitialized(make, world.device)
+    else:
+        model = make()
     facts = {"train_data": data.train.sha256 or f"{len(data.train)} tokens", "vocab_size": data.vocab_size}
     if world.size > 1:
         from drumline.train.ranks import agree
 
-        agree(world, config, data, model, facts=facts)
-    step = _step(config, model, batches, world, records)
+        agree(world, config, data, None if initialize else model, facts=facts)
+    step = _step(config, model, batches, world)
     optim = scaled(config.optim, sequences=batches.plan.sequences)
     return Setup(
         folder=folder,
@@ -227,6 +233,7 @@ def _setup(
         facts=facts,
         config_sha256=hashlib.sha256(to_toml(config).encode()).hexdigest()[:12],
         flops_per_item=lambda at: _flops(model, batches, at),
+        initialize=initialize,
     )
 
 
@@ -248,14 +255,11 @@ def _model(config: TrainConfig, data: Data, world: World) -> nn.Module:
     return model
 
 
-def _step(config: TrainConfig, model: nn.Module, batches: TokenBatches, world: World, records: Records | None) -> Step:
+def _step(config: TrainConfig, model: nn.Module, batches: TokenBatches, world: World) -> Step:
     allow_tf32()
     device, dtype = world.device, pick_dtype(config.run.dtype, world.device)
     if config.run.compile:
         model.compile()
-    is_fused: Any = getattr(model, "is_fused", None)
-    if records is not None and (config.run.compile or (is_fused and is_fused(device, dtype))):
-        records.say("compiling: the first step will take a while")
     precision = Precision.of(device, dtype)
     strategy = make_strategy(model, batches.plan, world, bitwise=config.ranks.bitwise)
     weight = batches.plan.sequences * batches.tokens_per_item

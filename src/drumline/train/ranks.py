@@ -29,12 +29,12 @@ def open_in_turn(config: TrainConfig, folder: RunFolder, world: World, progress:
     return world.on_all_ranks(lambda: first or second or open_own())
 
 
-def agree(world: World, config: TrainConfig, data: Data, model: nn.Module, *, facts: dict[str, Any]) -> None:
-    """Refuse to train if versions, settings, data or initial weights differ between ranks."""
+def agree(world: World, config: TrainConfig, data: Data, model: nn.Module | None, *, facts: dict[str, Any]) -> None:
+    """Refuse to train if versions, settings, data or initial weights (if given) differ between ranks."""
     origins = {
         "tokenizer": data.tokenizer.sha256 if data.tokenizer else None,
         "valid_data": data.valid and (data.valid.sha256 or len(data.valid)),
-        "initial weights": weights_sha256(model),
+        "initial weights": model and weights_sha256(model),
     }
     compare(world, {**versions(), **settings(config), **facts, **origins})
 

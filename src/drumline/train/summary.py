@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import replace
+from typing import Any
 
 from drumline.config import TrainConfig, preset
 from drumline.data import Data, TokenBatches
@@ -48,6 +49,9 @@ def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: 
         from drumline.train.advice import advice
 
         lines += advice(config, device=precision.device.type, total_steps=total_steps)
+    is_fused: Any = getattr(setup.step.model, "is_fused", None)
+    if config.run.compile or (is_fused and is_fused(precision.device, precision.dtype)):
+        lines.append("compiling: the first step will take a while")
     return lines
 
 

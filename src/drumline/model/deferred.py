@@ -1,0 +1,33 @@
+"""Build a model whose weights are restored afterwards: to initialize them first takes seconds for nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_DRAWS = frozenset({Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_})
+
+
+class _NoDraws(TorchFunctionMode):
+    """Tensors stay as they were allocated where random numbers would be drawn."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return (args[0] if args else kwargs["tensor"]) if func in _DRAWS else func(*args, **kwargs)
+
+
+def uninitialized(make: Callable[[], nn.Module], device: torch.device) -> tuple[nn.Module, Callable[[], None]]:
+    """A GPT on the device whose weights may be anything, and what initializes them after all."""
+    with device, _NoDraws():
+        model = make()
+
+    def initialize() -> None:
+        model.load_state_dict(make().state_dict())
+
+    return model, initialize
