@@ -77,30 +77,29 @@ class Copies:
 
         with_sums: that call gives the sums of what was on the device, if they are one piece of its memory there
         """
-        views = layout.views(host)
-        later = {name: view for name, view in views.items() if name in self._on_device}
-        for name in views.keys() - later:
-            views[name].copy_(self._tensors[name], non_blocking=self._device.type == "cuda")
+        later = [name for name in layout.tensors if name in self._on_device]
+        for name, view in layout.views(host, layout.tensors.keys() - later).items():
+            view.copy_(self._tensors[name], non_blocking=self._device.type == "cuda")
         if not later:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             return lambda: None
         with self._changed:
             self._under_way += 1
-        in_one = layout.on_device if layout.begins(self._layout) else 0
-        return lambda: self._bring(later, host[:in_one], with_sums=with_sums)
+        return lambda: self._bring(layout, later, host, with_sums=with_sums)
 
-    def _bring(self, views: dict[str, Tensor], host: Tensor, *, with_sums: bool) -> list[list[int]] | None:
-        """host: what is copied in one piece; none of it: view by view"""
+    def _bring(self, layout: Layout, names: list[str], host: Tensor, *, with_sums: bool) -> list[list[int]] | None:
         assert self._stream is not None and self._events is not None
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 self._stream.wait_event(self._events[1])
-                summed = sums(self._flat[: len(host)], self._device) if with_sums and len(host) else None
-                pairs = [(view, self._on_device[name]) for name, view in views.items()]
-                if len(host):
-                    there = torch.split(self._flat[: len(host)], _PIECE_BYTES)
-                    pairs = list(zip(torch.split(host, _PIECE_BYTES), there, strict=True))
+                in_one = layout.on_device if layout.begins(self._layout) else 0
+                summed = sums(self._flat[:in_one], self._device) if with_sums and in_one else None
+                if in_one:
+                    there = torch.split(self._flat[:in_one], _PIECE_BYTES)
+                    pairs = list(zip(torch.split(host[:in_one], _PIECE_BYTES), there, strict=True))
+                else:
+                    pairs = [(view, self._on_device[name]) for name, view in layout.views(host, names).items()]
                 for on_host, on_device in pairs:
                     on_host.copy_(on_device, non_blocking=True)
                     self._stream.synchronize()  # or the loss of each step would wait until all of it is copied

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,11 +38,12 @@ class Layout:
         own = {name: place for name, place in self.tensors.items() if place[2] < self.on_device}
         return all(other.tensors.get(name) == place for name, place in own.items())
 
-    def views(self, memory: Tensor) -> dict[str, Tensor]:
-        """The tensors in a uint8 tensor that has room for them."""
+    def views(self, memory: Tensor, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """The tensors, or some of them, in a uint8 tensor that has room for all."""
+        places = ((name, self.tensors[name]) for name in (self.tensors if names is None else names))
         return {
             name: memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for name, (dtype, shape, start) in self.tensors.items()
+            for name, (dtype, shape, start) in places
         }
 
     def as_json(self) -> dict[str, Any]:
