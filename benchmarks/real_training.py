@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -60,10 +60,14 @@ class Training:
 
     def wait_for_step(self, step: int, *, but: int = 0) -> tuple[float, Beat]:
         """When a rank (other than the process `but`) had done so many steps."""
+        return self.wait_for(lambda beat: beat.step >= step and beat.phase not in ("starting", "ending"), but=but)
+
+    def wait_for(self, condition: Callable[[Beat], bool], *, but: int = 0) -> tuple[float, Beat]:
+        """When the heartbeat of a rank (other than the process `but`) first meets a condition."""
         deadline = time.monotonic() + _PATIENCE_S
         while True:
             beat = self.beat()
-            if beat and beat.pid != but and beat.step >= step and beat.phase not in ("starting", "ending"):
+            if beat and beat.pid != but and condition(beat):
                 return time.monotonic(), beat
             if self._launcher.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"training ended, or stands still:\n{Path(self._log.name).read_text()[-3000:]}")

@@ -1,4 +1,4 @@
-"""What plain torchrun with DDP does about the faults that benchmarks/recovery.py measures; the same model and ranks.
+"""What plain torchrun with DDP does about the faults that benchmarks/faults.py measures; the same model and ranks.
 
     python benchmarks/torchrun_recovery.py [--repeat 20] [--patience 30]
 
