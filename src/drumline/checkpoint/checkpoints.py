@@ -88,8 +88,8 @@ def commit(
     manifest = {"format": FORMAT, "step": state.step, **about, "files": dict(sorted(files.items()))}
     (aside / MANIFEST).write_text(_sealed(manifest), encoding="utf-8")
     reached(MANIFEST)
-    for path in (aside / RUN, aside / MANIFEST, aside):
-        flush(path)
+    with ThreadPoolExecutor() as threads:  # a slow disk flushes them in the time of one
+        list(threads.map(flush, (aside / RUN, aside / MANIFEST, aside)))
     verified = open_checkpoint(aside, read=(RUN,) if read_back else None)
     reached("before the rename")
     if final.exists():  # a run that rolled back gets here again

@@ -6,6 +6,7 @@ Files are hashed while they are written, since one thread hashes slower than dis
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ _THREADS = 8
 """Files that are written at the same time, and as many that are hashed."""
 _FILE_BYTES, _FILES = 128 << 20, 32
 """About as much is in one file of each kind, unless that would be more files than these."""
+_FLUSH_BYTES, _SLOW_S = 16 << 20, 1.0
+"""A file is flushed each time so much of it is written, until that takes so long."""
 _PATIENCE_S = 1800.0
 """How long rank 0 waits for other ranks' parts before it gives up a save."""
 
@@ -94,7 +97,7 @@ def write_large(
     buffers = threading.local()
 
     def write(path: Path) -> int:
-        size = write_file(path, contents[path], reached)
+        size = write_file(path, contents[path], reached, after=_Flushing())
         if not hasattr(buffers, "own"):
             buffers.own = memoryview(bytearray(CHUNK_BYTES))  # once: new pages cost more than reading into them
         _read_back(path, contents[path], buffers.own)
@@ -106,6 +109,20 @@ def write_large(
         written, hashes = writers.map(write, paths), hashers.map(sha256_of, (contents[path] for path in paths))
         facts = zip(paths, written, hashes, strict=True)
         return {path.name: {"bytes": size, "sha256": sha256} for path, size, sha256 in facts}
+
+
+class _Flushing:
+    """Lets the disk work while a file is being written, not only at its end; one that is slow is not asked again."""
+
+    def __init__(self) -> None:
+        self._flushed_bytes, self._slow = 0, False
+
+    def __call__(self, descriptor: int) -> None:
+        written = os.lseek(descriptor, 0, os.SEEK_CUR)
+        if not self._slow and written >= self._flushed_bytes + _FLUSH_BYTES:
+            began = time.monotonic()
+            os.fdatasync(descriptor)
+            self._flushed_bytes, self._slow = written, time.monotonic() - began > _SLOW_S
 
 
 def _read_back(path: Path, chunks: list[memoryview], buffer: memoryview) -> None:

@@ -70,7 +70,7 @@ def _tell(records: Records, journal: Journal, intervals: Intervals, message: str
     if message:
         records.say(message)
     journal.event(**event)
-    if event["event"] == "saved":
+    if event["event"] == "saved" and event["step"] < intervals.total_steps:  # else the last status follows
         journal.status("running", step=event["step"], total_steps=intervals.total_steps)
 
 
