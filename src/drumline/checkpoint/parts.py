@@ -50,7 +50,9 @@ class Parts:
 
     def post(self, number: int, outcome: dict[str, Any]) -> None:
         """Tell rank 0 how this rank's part of a save went."""
-        self._world.post(self._key(number, self._world.rank), outcome)
+        rank = self._world.rank
+        # Rank 0 may not have concluded the save before this one, but the one before that.
+        self._world.post(self._key(number, rank), outcome, instead_of=self._key(number - 2, rank))
 
     def outcomes_of_others(self, number: int, *, since: float) -> list[dict[str, Any]] | None:
         """How the other ranks' parts went; None while one is still being written."""

@@ -60,7 +60,10 @@ class Group(World):
         keys = [f"drumline/{turn}/{rank}" for rank in range(self.size)]
         with waiting_for("messages from the other ranks"):
             self.store.wait(keys, _PATIENCE)
-        return [json.loads(self.store.get(key)) for key in keys]
+        values = [json.loads(self.store.get(key)) for key in keys]
+        # All ranks are in this turn, so they have read the one before: a long run must not fill rank 0's memory.
+        self.store.delete_key(f"drumline/{turn - 1}/{self.rank}")
+        return values
 
     def on_all_ranks(self, work: Callable[[], T]) -> T:
         result, error = _attempt(work)
@@ -84,8 +87,9 @@ class Group(World):
                 error.reported = not self.is_rank0
                 raise error
 
-    def post(self, key: str, value: Any) -> None:
+    def post(self, key: str, value: Any, *, instead_of: str) -> None:
         self.store.set(f"drumline/{key}", json.dumps(value))
+        self.store.delete_key(f"drumline/{instead_of}")
 
     def posted(self, keys: Sequence[str]) -> list[Any] | None:
         if not keys:

@@ -68,8 +68,8 @@ class World:
         """Do something on rank 0 only; its result (any JSON), or its error, is returned on all ranks."""
         return work()
 
-    def post(self, key: str, value: Any) -> None:
-        """Post a message (any JSON) for `posted`."""
+    def post(self, key: str, value: Any, *, instead_of: str) -> None:
+        """Post a message (any JSON) for `posted`. instead_of: the key of one that nobody will read any more"""
 
     def posted(self, keys: Sequence[str]) -> list[Any] | None:
         """What was posted under these keys; None while one is missing. Does not wait."""
