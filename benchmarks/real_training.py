@@ -22,15 +22,15 @@ _IDS = 50257
 _PATIENCE_S = 600.0
 
 
-def random_tokens(path: Path, *, tokens: int = 1 << 20) -> Path:
+def random_tokens(path: Path, *, tokens: int = 1 << 20, ids: int = _IDS) -> Path:
     """A file of tokens, as nanoGPT has them: what is trained on makes no difference to any time."""
     draw = random.Random(0)
-    path.write_bytes(struct.pack(f"<{tokens}H", *(draw.randrange(_IDS) for _ in range(tokens))))
+    path.write_bytes(struct.pack(f"<{tokens}H", *(draw.randrange(ids) for _ in range(tokens))))
     return path
 
 
 class Training:
-    """One rank under a supervisor, until the block ends."""
+    """One rank under a supervisor, or as many as the flags say, until the block ends."""
 
     def __init__(self, run: Path, data: Path, flags: Sequence[str]) -> None:
         self.run = run
@@ -54,9 +54,13 @@ class Training:
         self._launcher.wait()
         self._log.close()
 
-    def beat(self) -> Beat | None:
+    @property
+    def launcher_pid(self) -> int:
+        return self._launcher.pid
+
+    def beat(self, rank: int = 0) -> Beat | None:
         attempt = newest_attempt(self._launcher.pid)
-        return read_pulse(attempt, 0) if attempt else None
+        return read_pulse(attempt, rank) if attempt else None
 
     def wait_for_step(self, step: int, *, but: int = 0) -> tuple[float, Beat]:
         """When a rank (other than the process `but`) had done so many steps."""
