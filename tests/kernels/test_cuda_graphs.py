@@ -71,3 +71,22 @@ def test_replayed_steps_compute_what_launched_ones_do_also_when_the_context_grow
         assert mine.grad_norm == pytest.approx(right.grad_norm, rel=0.05)
     for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, right, rtol=0.05, atol=5e-3)
+
+
+@NEEDS_CUDA
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_update_never_makes_the_host_wait_for_the_device(optimizer: Any) -> None:
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    model = GPT(MODEL).to(device)
+    used = make_optimizer(model, OptimConfig(lr=1e-3, optimizer=optimizer))
+    precision = Precision.of(device, torch.bfloat16)
+    step = make_step(model, used, token_objective, weight=256, precision=precision, grad_clip=1.0)
+    train_step(step, micro_batches(0, count=1, length=32), lr=1e-3)
+    gradient = step.gradient(micro_batches(1, count=1, length=32))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        read = step.update(gradient, lr=1e-3)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert read().updated

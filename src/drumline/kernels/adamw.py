@@ -76,7 +76,7 @@ class OnePassAdamW(torch.optim.AdamW):
         one = torch.ones((), device=device)
         skipped, divisor = vars(self).get("found_inf"), vars(self).get("grad_scale")
         skipped = 1.0 - one if skipped is None else skipped
-        torch._foreach_add_(steps, 1.0 - skipped)
+        torch._foreach_add_(steps, [1.0 - skipped] * len(steps))  # with a tensor instead, the host would wait
         lists = (weights, gradients, means, squares, steps)
         addresses = tuple(tuple(tensor.data_ptr() for tensor in each) for each in lists)
         table = _table(addresses, tuple(weight.numel() for weight in weights), device)

@@ -94,7 +94,8 @@ class Muon(torch.optim.Optimizer):
             )
         if matrices:
             updates = [self.state[matrix]["updates"] for matrix in matrices]
-            torch._foreach_add_(updates, torch.ones_like(updates[0]) if skipped is None else 1.0 - skipped)
+            one = torch.ones_like(updates[0]) if skipped is None else 1.0 - skipped
+            torch._foreach_add_(updates, [one] * len(updates))  # with a tensor instead of a list, the host would wait
 
     def _parts(self, matrix: Tensor) -> list[_Part]:
         assert matrix.grad is not None

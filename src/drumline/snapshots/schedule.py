@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -9,16 +10,17 @@ _SHARE = 0.01
 """Of the training time, for all that snapshots cost, if the interval is not given."""
 _SPARE = 1.25
 """Snapshots that are not due at fixed intervals leave some time between one and the next."""
-
-
 _LATE = 3
 """So many snapshots have to be late before that is reported."""
+_ROUNDING = 2
+"""Steps by which a killed rank may cost more than the interval."""
 
 
 class Schedule:
     """Of rank 0, which decides for all.
 
-    every: steps between snapshots; None: by what they cost
+    every: steps that a killed rank may cost; None: by what snapshots cost. One that takes many steps until it is
+        complete is taken earlier by as many.
     """
 
     def __init__(self, every: int | None, *, now: Callable[[], float] = time.monotonic) -> None:
@@ -34,29 +36,38 @@ class Schedule:
         """Whether to take one after this step."""
         now_s = self._now()
         self._last = self._last or (now_s, step - 1)
-        since_s = now_s - self._last[0]
-        self._step_s = since_s / max(1, step - self._last[1])
+        since_s, since = now_s - self._last[0], step - self._last[1]
         if self._every is None:
             return free and since_s >= max(self._cost_s / _SHARE, self._took_s * _SPARE)
-        if step % self._every == 0 and self._late_since is None and not free:
+        early = max(0, self._steps_under_way() - _ROUNDING)
+        due = since >= self._every - early if early else step % self._every == 0
+        if due and self._late_since is None and not free:
             self._late_since, self.late = step, self.late + 1
-        return free and (step % self._every == 0 or self._late_since is not None)
+        return free and (due or self._late_since is not None)
 
     def taken(self, step: int) -> None:
-        self._last, self._late_since = (self._now(), step), None
+        now_s = self._now()
+        if self._last is not None and step > self._last[1]:
+            self._step_s = (now_s - self._last[0]) / (step - self._last[1])
+        self._last, self._late_since = (now_s, step), None
 
     def measured(self, *, cost_s: float, took_s: float) -> None:
         """cost_s: that training lost; took_s: from the step until it was complete"""
         self._cost_s, self._took_s = cost_s, took_s
 
     def complaint(self) -> str | None:
-        """Once, when snapshots take longer than their interval: what the interval really is, and what to set."""
+        """Once, when snapshots take so long that a killed rank may cost more than the interval: what to set."""
         if self._told or self._every is None or self.late < _LATE or self._step_s <= 0:
             return None
         self._told = True
-        fits = int(self._took_s / self._step_s) + 1
+        steps = self._steps_under_way()
+        worst = 2 * steps + 1  # it is decided before a step whether to take one after it
         return (
-            f"warning: a snapshot takes {self._took_s:.2g} s, longer than --snapshot_every {self._every} "
-            f"({self._every * self._step_s:.2g} s): one is taken about every {fits} steps; use --snapshot_every auto "
-            f"or {fits}"
+            f"warning: a snapshot takes {self._took_s:.2g} s ({steps} steps) and begins when the last one is complete: "
+            f"a killed rank may cost {worst} steps, more than --snapshot_every {self._every}; use --snapshot_every "
+            f"auto or {worst}"
         )
+
+    def _steps_under_way(self) -> int:
+        """Steps until a snapshot is complete."""
+        return math.ceil(self._took_s / self._step_s) if self._step_s > 0 else 0
