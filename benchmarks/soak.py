@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--every_s", type=float, default=1.0, help="seconds between two samples")
     parser.add_argument("--bound", type=float, default=10.0, help="MB per million steps that a process may grow by")
+    parser.add_argument("--samples", type=Path, help="file for all samples: process, steps, MB")
     arguments, flags = parser.parse_known_args()
     header()
     nproc = arguments.nproc
@@ -44,6 +45,9 @@ def main() -> None:
         data = random_tokens(Path(folder) / "train.bin", ids=_IDS)
         with Training(Path(folder) / "run", data, flags) as training:
             samples = follow(training, nproc, minutes=arguments.minutes, every_s=arguments.every_s)
+    if arguments.samples:
+        lines = (f"{name},{step},{mb:.2f}\n" for name, rows in samples.items() for step, mb in rows)
+        arguments.samples.write_text("".join(lines))
     skipped = round(arguments.warm_up * 60 / arguments.every_s)
     grown = [show(name, rows[min(skipped, len(rows) // 2) :]) for name, rows in samples.items()]
     if max(grown) > arguments.bound:

@@ -18,11 +18,13 @@ from drumline.checkpoint.checkpoints import RunState
 from drumline.checkpoint.parts import divide, write_large
 from drumline.checkpoint.resuming import snapshot_folder
 from drumline.checkpoint.storage import FileFacts
-from drumline.files import RunFolder, make_private
+from drumline.files import RunFolder, make_private, stalled_share
 from drumline.parallel import World
 from drumline.snapshots import Copies, Layout, Snapshots, Staging, Taker
 
 Tell = Callable[[str, dict[str, Any]], None]
+_NOTED_SHARE = 0.01
+"""Of the time of a run."""
 
 
 class InMemory:
@@ -84,8 +86,13 @@ class InMemory:
         if self._taker:
             self._taker.poll()
 
-    def forget(self) -> None:
-        """Remove this run's snapshots on this host."""
+    def forget(self, folder: RunFolder) -> None:
+        """Remove this run's snapshots on this host, and say what they and saves have cost, if it is much."""
+        stalled = stalled_share(folder.events) if self._world.is_rank0 else None
+        if stalled is not None and stalled > _NOTED_SHARE:
+            how = "less often (--save_every, --snapshot_every) costs less"
+            message = f"note: saves and snapshots held up training for {stalled:.1%} of its time; {how}"
+            self._tell(message, {"event": "stalled", "share": round(stalled, 4)})
         if self._taker:
             self._taker.forget()
         elif self._snapshots:

@@ -158,7 +158,7 @@ class Saver:
     def forget_snapshots(self) -> None:
         """Remove this host's snapshots: the run is saved on disk, or has rolled back."""
         if self._memory:
-            self._memory.forget()
+            self._memory.forget(self._folder)
 
     def poll(self) -> None:
         """Once per step: check the progress of the save, and report a failure. Never waits."""

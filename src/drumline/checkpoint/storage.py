@@ -47,8 +47,7 @@ def write_tensors(tensors: dict[str, Tensor], folder: Path, *, part: int, parts:
     contents = contents_of(tensors, folder, part=part, parts=parts)
     with ThreadPoolExecutor() as threads:  # a slow disk flushes two files in the time of one
         sizes = threads.map(lambda path: write_file(path, contents[path], reached), contents)
-        hashes = map(sha256_of, contents.values())
-        return {p.name: {"bytes": n, "sha256": sha256} for p, n, sha256 in zip(contents, sizes, hashes, strict=True)}
+        return {p.name: {"bytes": n, "sha256": sha256_of(contents[p])} for p, n in zip(contents, sizes, strict=True)}
 
 
 def contents_of(

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 
 def runs(where: Path = Path("runs"), /, *, json: Annotated[bool, Parameter(negative=())] = False) -> int:
-    """List runs with their state and latest losses.
+    """List runs with their state, latest losses, and the share of time that saves and snapshots held them up.
 
     Parameters
     ----------

@@ -2,9 +2,9 @@
 
 disk: replace, append lines, flush, hash and lock files. run_folder: the layout of a run folder, its status, and the
 lock that keeps a second process out (undoing: a run that is refused leaves it as it was). journal: events.jsonl and
-status.json. runs: which folder a new run takes, its stored config, and its state. streams: closed standard streams.
-private: what others may have prepared, and is not used. trust: which code a run's config may name. verified: files that
-are compared with their hashes.
+status.json. runs: which folder a new run takes, its stored config, and its state. stalls: what saves and snapshots cost
+a run. streams: closed standard streams. private: what others may have prepared, and is not used. trust: which code a
+run's config may name. verified: files that are compared with their hashes.
 """
 
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         stored_config,
         stored_settings,
     )
+    from drumline.files.stalls import stalled_share
     from drumline.files.streams import forget_stdout, open_closed_streams, stdout_is_unread
     from drumline.files.trust import CODE, DATA, check_code
     from drumline.files.verified import Parts, verify

@@ -7,12 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from drumline.files import run_folders, run_state
+from drumline.files import run_folders, run_state, stalled_share
 from drumline.report.records import read_metrics
 
 
 def list_runs(where: Path) -> Iterator[dict[str, Any]]:
-    """One row per run in a folder: name, state, step, last losses, last update."""
+    """One row per run in a folder: name, state, step, last losses, time lost to saves and snapshots, last update."""
     for folder in run_folders(where):
         records, status = list[dict[str, Any]](), folder.read_status()
         with suppress(OSError):  # not ours to read
@@ -26,6 +26,7 @@ def list_runs(where: Path) -> Iterator[dict[str, Any]]:
             "loss": _last(records, "loss"),
             "valid_loss": _last(records, "valid_loss"),
             "bits_per_byte": _last(records, "bits_per_byte"),
+            "stalled": stalled_share(folder.events),
             "updated": status.get("updated", ""),
             "cause": status.get("cause"),
         }

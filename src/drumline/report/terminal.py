@@ -26,11 +26,14 @@ def print_runs(rows: Sequence[dict[str, Any]], where: Path) -> None:
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("run", overflow="fold")
-    for column in ("state", "step", "loss", "valid", "bits/byte", "updated"):
+    stalls = any(row["stalled"] is not None for row in rows)  # not of runs that are too short to tell
+    for column in ("state", "step", "loss", "valid", "bits/byte", *(["stalled"] if stalls else []), "updated"):
         table.add_column(column, justify="left" if column in ("state", "updated") else "right", no_wrap=True)
     for row in rows:
         losses = (row[key] for key in ("loss", "valid_loss", "bits_per_byte"))
         numbers = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
+        if stalls:
+            numbers.append("-" if row["stalled"] is None else f"{row['stalled']:.1%}")
         steps = f"{row['step']:,}/" + (f"{row['total_steps']:,}" if row["total_steps"] else "?")
         table.add_row(row["run"], row["state"], steps, *numbers, _ago(str(row["updated"])))
     console.print(table)
