@@ -18,6 +18,7 @@ from drumline.kernels.gpt import FusedGPT, fits
 from drumline.model.gpt import GPT
 from drumline.model.loss import IGNORED, cross_entropy_in_place_reference
 from drumline.optim.muon import Muon
+from drumline.snapshots.sums import piece_sums_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NEEDS_TRITON = pytest.mark.skipif(
@@ -317,3 +318,11 @@ def test_the_one_pass_adamw_equals_torchs_and_leaves_a_skipped_step_alone(
         assert [state["step"].item() for state in states] == [3.0, 2.0, 3.0, 3.0]
     for one, other in zip(*left, strict=True):
         assert error(one, other) < 1e-5
+
+
+@NEEDS_TRITON
+@pytest.mark.parametrize("size", [256, 16 << 10, 5 * 16384 + 256])
+def test_checksums_of_memory(kernels: Callable[[str], ModuleType], size: int) -> None:
+    data = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    wanted = torch.cat([piece_sums_reference(piece) for piece in data.split(16384)])
+    assert torch.equal(kernels("sums").piece_sums(data.to(DEVICE), piece_bytes=16384).cpu(), wanted)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 from torch import Tensor
 
-from drumline.checkpoint.storage import CHUNK_BYTES, FileFacts, contents_of, sha256_of, write_file
+from drumline.checkpoint.storage import FileFacts, contents_of, sha256_of, write_file
 from drumline.files import RunFolder
 from drumline.parallel import World
 
@@ -28,6 +28,8 @@ _FILE_BYTES, _FILES = 128 << 20, 32
 """About as much is in one file of each kind, unless that would be more files than these."""
 _FLUSH_BYTES, _SLOW_S = 16 << 20, 1.0
 """A file is flushed each time so much of it is written, until that takes so long."""
+_READ_BYTES = 32 << 20
+"""Read back and compared at once, by each thread."""
 _PATIENCE_S = 1800.0
 """How long rank 0 waits for other ranks' parts before it gives up a save."""
 
@@ -101,7 +103,7 @@ def write_large(
     def write(path: Path) -> int:
         size = write_file(path, contents[path], reached, after=_Flushing())
         if not hasattr(buffers, "own"):
-            buffers.own = memoryview(bytearray(CHUNK_BYTES))  # once: new pages cost more than reading into them
+            buffers.own = memoryview(bytearray(_READ_BYTES))  # once: new pages cost more than reading into them
         _read_back(path, contents[path], buffers.own)
         return size
 
@@ -130,9 +132,11 @@ class _Flushing:
 def _read_back(path: Path, chunks: list[memoryview], buffer: memoryview) -> None:
     with path.open("rb") as file:
         for chunk in chunks:
-            read = buffer[: len(chunk)]
-            complete, words = file.readinto(read) == len(chunk), len(chunk) // 8 * 8
-            # Eight bytes at a time: ten times as fast as one.
-            here, there = (numpy.frombuffer(each[:words], "u8") for each in (chunk, read))
-            if not complete or not numpy.array_equal(here, there) or read[words:] != chunk[words:]:
-                raise OSError(errno.EIO, "what is read back is not what was written", str(path))
+            for start in range(0, len(chunk), len(buffer)):
+                written = chunk[start : start + len(buffer)]
+                read, words = buffer[: len(written)], len(written) // 8 * 8
+                complete = file.readinto(read) == len(written)
+                # Eight bytes at a time: ten times as fast as one.
+                here, there = (numpy.frombuffer(each[:words], "u8") for each in (written, read))
+                if not complete or not numpy.array_equal(here, there) or read[words:] != written[words:]:
+                    raise OSError(errno.EIO, "what is read back is not what was written", str(path))

@@ -27,7 +27,8 @@ float64:F64 float32:F32 float16:F16 bfloat16:BF16 float8_e4m3fn:F8_E4M3 float8_e
 int64:I64 int32:I32 int16:I16 int8:I8 uint64:U64 uint32:U32 uint16:U16 uint8:U8 bool:BOOL
 """
 DTYPES: dict[torch.dtype, str] = {getattr(torch, ours): name for ours, name in (w.split(":") for w in _NAMES.split())}
-CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 128 << 20
+"""Written and hashed at once: threads that often come back to Python hold up the one that trains, and it them."""
 
 Reached = Callable[[str], None]
 FileFacts = dict[str, dict[str, Any]]
@@ -80,7 +81,7 @@ def _content(tensors: dict[str, Tensor]) -> list[memoryview]:
     chunks = [memoryview(struct.pack("<Q", len(text)) + text)]
     for _, tensor in ordered:
         data = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-        chunks += [data[start : start + CHUNK_BYTES] for start in range(0, len(data), CHUNK_BYTES)]
+        chunks += [data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES)]
     return chunks
 
 

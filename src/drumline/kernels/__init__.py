@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from drumline.kernels.cuda_graphs import WARM_UPS, RecordedBackward, with_graphs
     from drumline.kernels.gpt import FUSED, FusedGPT, check_fp8, fits, has_kernels, with_kernels
     from drumline.kernels.muon import muon_apply, muon_look_ahead
+    from drumline.kernels.sums import piece_sums
     from drumline.kernels.unread import update_unread
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

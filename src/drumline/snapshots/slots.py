@@ -31,7 +31,7 @@ from drumline.snapshots.sums import sums
 
 _HEADER, _CHECKSUM = struct.Struct("=8sQQQI12s"), struct.Struct("=I")
 """Magic, step, size of the data, length and checksum of the seal, token of the ranks that wrote it; then a CHECKSUM."""
-_MAGIC = b"drumlin2"
+_MAGIC = b"drumline"
 _DATA_AT = 4096
 _PIECE_BYTES = 16 << 20
 _SEAL_BYTES = 64 << 10
@@ -77,7 +77,7 @@ class Slot:
         if not self._lock.take():
             self._lock.close()
             raise SlotTakenError(f"another process writes to {path}")
-        checks = 128 * (layout.size // _PIECE_BYTES + 2)
+        checks = 64 * (layout.size // _PIECE_BYTES + 2)
         room = _SEAL_BYTES + 2 * len(json.dumps(layout.as_json())) + checks
         try:
             self._memory = Memory(_DATA_AT + layout.size + room, file=path, device=device)
