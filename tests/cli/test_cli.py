@@ -128,6 +128,7 @@ def test_dry_run_shows_what_would_happen_and_starts_nothing(
     assert "parameters       124,475,904" in shown  # GPT-2's, with the vocabulary rounded up to 50,304
     assert "8 sequences x 4 micro-batches x 1024 = 32,768 tokens" in shown
     assert re.search(r"memory +about \d+\.\d\d GB", shown) and "1 epoch; the number of steps is known once" in shown
+    assert "snapshots " not in shown  # a process without a supervisor takes none
     assert list(tmp_path.iterdir()) == []
 
 

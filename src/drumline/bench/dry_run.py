@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from drumline.bench.copies import State, in_shared_memory, on_gpu
 from drumline.config import TrainConfig, gpt_config, preset, to_toml, with_preset
 from drumline.data import BatchPlan, TokenFile, check_sources, is_tokens, open_tokens, plan_batches, with_vocabulary
 from drumline.files import choose_folder
 from drumline.kernels import FUSED, fits, has_kernels
 from drumline.optim import state_size
 from drumline.parallel import own_place, pick_device, pick_dtype
+from drumline.snapshots import free_in
 from drumline.units import count, counted
 
 _KEPT = {(False, False): 19, (False, True): 17, (True, False): 33, (True, True): 21}
@@ -52,11 +57,28 @@ def describe(config: TrainConfig, *, nproc: int) -> tuple[str, str]:
             f"parameters       {memory.parameters:,}",
             f"memory           about {(state + activations) / 1e9:.2f} GB on {device.type} "
             f"({state / 1e9:.2f} weights and optimizer, {activations / 1e9:.2f} activations)",
+            *_copies(config, memory, device, ranks=ranks, nproc=nproc),
             f"tokens per step  {plan.micro_batch_size} sequences x {counted(plan.micro_batches, 'micro-batch')} "
             f"x {total}{on_ranks}",
             f"steps            {_length(config, plan, tokens)}",
         ]
     )
+
+
+def _copies(config: TrainConfig, memory: Memory, device: torch.device, *, ranks: int, nproc: int) -> list[str]:
+    """What saves and snapshots take beside that."""
+    own = nproc or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    every = config.run.snapshot_every
+    snapshots = nproc > 0 if every == "auto" else every > 0
+    state = State(bytes=memory.checkpoint_bytes, ranks_per_host=own, hosts=max(1, ranks // own), snapshots=snapshots)
+    lines = []
+    if device.type == "cuda":
+        left = torch.cuda.mem_get_info(device)[0] - memory.state_bytes - memory.activation_bytes
+        lines.append(f"copies           {on_gpu(state, free_bytes=left)}")
+    with suppress(OSError):  # no such place: snapshots are disabled, and the run will say so
+        if snapshots:
+            lines.append(f"snapshots        {in_shared_memory(state, free_bytes=free_in(Path('/dev/shm')))}")
+    return lines
 
 
 def _length(config: TrainConfig, plan: BatchPlan, tokens: TokenFile | None) -> str:
@@ -81,6 +103,8 @@ class Memory:
     """Weights, gradients and optimizer state, in float32."""
     activation_bytes: int
     """Activations of a micro-batch saved for backward, and the logits that exist at one time."""
+    checkpoint_bytes: int
+    """Weights and optimizer state."""
 
 
 def estimate(config: TrainConfig, *, tokens: int, vocab_size: int, device: torch.device, dtype: torch.dtype) -> Memory:
@@ -95,4 +119,5 @@ def estimate(config: TrainConfig, *, tokens: int, vocab_size: int, device: torch
     rows = tokens if dtype == torch.float16 else min(tokens, _ROWS_AT_ONCE)  # float16 computes all logits at once
     logit_bytes = dtype.itemsize if kernels else dtype.itemsize + 8
     activations = tokens * model.n_layers * model.d_model * kept * dtype.itemsize
-    return Memory(state.parameters, state.training_bytes, activations + rows * vocab_size * logit_bytes)
+    activations += rows * vocab_size * logit_bytes
+    return Memory(state.parameters, state.training_bytes, activations, state.checkpoint_bytes)

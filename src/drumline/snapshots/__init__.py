@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.snapshots.copies import Copies, Staging
-    from drumline.snapshots.folder import Snapshot, Snapshots
+    from drumline.snapshots.copies import Copies, Staging, has_room
+    from drumline.snapshots.folder import Snapshot, Snapshots, free_in, slots_bytes
     from drumline.snapshots.layout import Layout
     from drumline.snapshots.taking import Taker
 

@@ -24,6 +24,11 @@ _SPARED_BYTES = 2 << 30
 """What is left free on a GPU: evaluation, and libraries on first use, take more memory later."""
 
 
+def has_room(copied_bytes: int, free_bytes: int) -> bool:
+    """Whether copies of so many bytes are made on a GPU that has so many free."""
+    return free_bytes >= copied_bytes + _SPARED_BYTES
+
+
 class Copies:
     """One per process, used by one thread; what `to` returns is called in any."""
 
@@ -47,7 +52,7 @@ class Copies:
         layout = Layout.of(large)
         with torch.cuda.device(self._device):
             free = torch.cuda.mem_get_info(self._device)[0]
-            if free < layout.size + _SPARED_BYTES:
+            if not has_room(layout.size, free):
                 return f"{count(layout.size)}B more on the GPU, where {count(free)}B are free"
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):

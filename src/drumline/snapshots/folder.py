@@ -97,9 +97,9 @@ class Snapshots:
     def no_room(self, state_bytes: int) -> str | None:
         """Why snapshots of this size cannot be kept here; None if they can."""
         memory = self.folder.parents[1]
-        needed = 2 * state_bytes  # a new one is complete before the old one is written over
+        needed = slots_bytes(state_bytes)
         try:
-            free = min(shutil.disk_usage(memory).free, psutil.virtual_memory().available) + _bytes_in(self.folder)
+            free = free_in(memory) + _bytes_in(self.folder)
         except OSError as error:
             return f"{memory} does not exist ({error.strerror})"
         if free < needed:
@@ -175,6 +175,16 @@ class Snapshots:
         shutil.rmtree(self.folder, ignore_errors=True)
         with suppress(OSError):  # not empty: other runs have snapshots there
             self.folder.parent.rmdir()
+
+
+def slots_bytes(state_bytes: int) -> int:
+    """Of all slots on a host: a new snapshot is complete before the old one is written over."""
+    return 2 * state_bytes
+
+
+def free_in(memory: Path) -> int:
+    """Bytes that a file system in memory has room for; OSError if there is none."""
+    return int(min(shutil.disk_usage(memory).free, psutil.virtual_memory().available))
 
 
 def _slots(folder: Path) -> Iterator[Path]:
