@@ -6,6 +6,7 @@ Not loaded by a small run on CPUs that takes no snapshots.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
@@ -23,6 +24,7 @@ from drumline.parallel import World
 from drumline.snapshots import Copies, Layout, Snapshots, Staging, Taker
 
 Tell = Callable[[str, dict[str, Any]], None]
+_SWITCH_S = 0.0005
 _NOTED_SHARE = 0.01
 """Of the time of a run."""
 
@@ -33,6 +35,10 @@ class InMemory:
     def __init__(self, world: World, snapshots: Snapshots | None, *, every: int | None, token: str, tell: Tell) -> None:
         self._world, self._snapshots, self._tell = world, snapshots, tell
         self._copies = Copies(world.device)
+        if world.device.type == "cuda":
+            # Threads that write and copy need the interpreter for moments only, but each time they ask for it, the one
+            # that launches kernels would keep it for 5 ms.
+            sys.setswitchinterval(_SWITCH_S)
         self._part, self._parts = own_part(world)
         self._taker: Taker | None = None
         if snapshots and every != 0:

@@ -11,23 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK, _ROUNDS = 4096, 16
+_BLOCK = 4096
 
 
 @triton.jit
-def _sums_kernel(words, results, count, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):
-    """One program: the sum of ROUNDS * BLOCK words, and the sum with their positions there, from 1, as weights."""
+def _sums_kernel(words, results, count, BLOCK: tl.constexpr):
+    """One program: the sum of BLOCK words, and the sum with their positions there, from 1, as weights."""
     program = tl.program_id(0).to(tl.int64)
-    total = tl.zeros((BLOCK,), tl.int64)
-    weighted = tl.zeros((BLOCK,), tl.int64)
-    for number in range(ROUNDS):
-        at = number * BLOCK + tl.arange(0, BLOCK)
-        place = program * ROUNDS * BLOCK + at
-        word = tl.load(words + place, mask=place < count, other=0).to(tl.int64)
-        total += word
-        weighted += word * (at + 1)
-    tl.store(results + 2 * program, tl.sum(total))
-    tl.store(results + 2 * program + 1, tl.sum(weighted))
+    at = tl.arange(0, BLOCK)
+    place = program * BLOCK + at
+    word = tl.load(words + place, mask=place < count, other=0).to(tl.int64)
+    tl.store(results + 2 * program, tl.sum(word))
+    tl.store(results + 2 * program + 1, tl.sum(word * (at + 1)))
 
 
 def piece_sums(data: Tensor, *, piece_bytes: int) -> Tensor:
@@ -37,12 +32,10 @@ def piece_sums(data: Tensor, *, piece_bytes: int) -> Tensor:
     """
     words, count = data.view(torch.int32), data.numel() // 4
     block = min(_BLOCK, piece_bytes // 4)
-    rounds = min(_ROUNDS, piece_bytes // 4 // block)
-    span = block * rounds
-    each = piece_bytes // 4 // span  # programs per piece
-    programs = -(-count // span)
+    each = piece_bytes // 4 // block  # programs per piece
+    programs = -(-count // block)
     results = torch.empty(programs, 2, dtype=torch.int64, device=data.device)
-    _sums_kernel[(programs,)](words, results, count, BLOCK=block, ROUNDS=rounds, num_warps=8)
+    _sums_kernel[(programs,)](words, results, count, BLOCK=block, num_warps=8)
     total, weighted = F.pad(results, (0, 0, 0, -programs % each)).view(-1, each, 2).unbind(2)
-    before = torch.arange(each, device=data.device) * span  # words of the piece before those of a program
+    before = torch.arange(each, device=data.device) * block  # words of the piece before those of a program
     return torch.stack((total.sum(1), (weighted + total * before).sum(1)), dim=1)
