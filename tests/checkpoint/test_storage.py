@@ -1,11 +1,13 @@
 """Tensors in safetensors files: any type and shape, read back by torch and by the safetensors library alike."""
 
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from drumline.checkpoint.parts import write_large
 from drumline.checkpoint.restoring import read_tensors, stored_shapes
 from drumline.checkpoint.storage import DTYPES, write_tensors
 from drumline.errors import CheckpointError
@@ -46,6 +48,15 @@ def test_the_hash_taken_while_writing_is_the_files(tmp_path: Path) -> None:
     ((name, facts),) = files.items()
     assert name == "model-00002-of-00003.safetensors"
     assert facts == {"bytes": (tmp_path / name).stat().st_size, "sha256": file_sha256(tmp_path / name)}
+
+
+def test_a_small_part_of_a_checkpoint_is_written_with_little_memory(tmp_path: Path) -> None:
+    tracemalloc.start()
+    try:
+        write_large({"a": torch.rand(99)}, tmp_path, part=0, parts=2, state_bytes=1000, reached=silent)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_parts_are_read_as_one(tmp_path: Path) -> None:

@@ -48,6 +48,10 @@ def test_a_run_is_not_mixed_with_the_files_of_others(
     problem, fix = capsys.readouterr().err.splitlines()
     assert problem == "error: text is no run, and has 30 other files or folders, such as 0.txt"
     assert fix.endswith("--run_dir text/run") and sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/thesis.tex").touch()
+    assert train("--run_dir", "one") == EXIT_USER
+    assert "error: one is no run, and has another file or folder, thesis.tex\n" in capsys.readouterr().err
     for name, files in (("empty", ()), ("hidden", (".git",)), ("left", ("train.log", "tokenizer.json"))):
         (tmp_path / name).mkdir()
         for file in files:

@@ -103,7 +103,8 @@ def write_large(
     def write(path: Path) -> int:
         size = write_file(path, contents[path], reached, after=_Flushing())
         if not hasattr(buffers, "own"):
-            buffers.own = memoryview(bytearray(_READ_BYTES))  # once: new pages cost more than reading into them
+            # Once: new pages cost more than reading into them. And no larger than needed: the allocator keeps them.
+            buffers.own = memoryview(bytearray(min(_READ_BYTES, size)))
         _read_back(path, contents[path], buffers.own)
         return size
 

@@ -67,8 +67,9 @@ def own_folder(path: Path, data_dir: str) -> RunFolder:
     of_runs.add(os.path.relpath(data_dir, path).split(os.sep)[0])
     others = sorted(part.name for part in path.iterdir() if part.name[0] != "." and part.name not in of_runs)
     if others:
+        what = f"{len(others):,} other files or folders, such as" if len(others) > 1 else "another file or folder,"
         raise ConfigError(
-            f"{path} is no run, and has {len(others):,} other files or folders, such as {others[0]}",
+            f"{path} is no run, and has {what} {others[0]}",
             fix=f"choose a --run_dir that is empty or does not exist, as in --run_dir {quote(str(path / 'run'))}",
         )
     return folder
