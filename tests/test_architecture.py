@@ -102,6 +102,29 @@ def test_modules_and_functions_are_small(path: Path) -> None:
             assert (node.end_lineno or 0) - first[0].lineno + 1 <= 60, node.name
 
 
+UNPICKLES = {
+    *("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "torch.distributed.elastic"),
+    *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "recv_object_list"),
+}
+"""Modules and functions that run code of whoever wrote what they read."""
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_nothing_that_is_read_or_received_can_run_code(path: Path) -> None:
+    for node in ast.walk(tree(path)):
+        used = set()
+        if isinstance(node, ast.Import):
+            used = {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {name.name for name in node.names} - {"UnpicklingError"}
+            used = names | ({str(node.module)} if names else set()) | {f"{node.module}.{name}" for name in names}
+        elif isinstance(node, ast.Attribute):
+            used = {node.attr, ast.unparse(node)}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            assert ("weights_only", "True") in {(each.arg, ast.unparse(each.value)) for each in node.keywords}
+        assert not {known for known in UNPICKLES for name in used if name == known or name.startswith(f"{known}.")}
+
+
 def test_the_loop_fits_on_one_screen() -> None:
     (loop,) = [node for node in tree(SOURCE / "train/loop.py").body if getattr(node, "name", "") == "Loop"]
     assert isinstance(loop, ast.ClassDef)

@@ -13,7 +13,9 @@ from helpers.warm import run_warm
 # As long as W&B wants a key to be, or it would not take it.
 _SECRETS = {
     name: f"canary{number}".ljust(40, "7")
-    for number, name in enumerate(("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD"))
+    for number, name in enumerate(
+        ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD", "DRUMLINE_SECRET")
+    )
 }
 _NO_SERVER = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_ERROR_REPORTING": "false"}  # nothing answers there
 _TRACKERS = [

@@ -68,6 +68,9 @@ def test_two_hosts_finish_together_and_a_rank_that_dies_is_named_on_both(
     assert [each.ended(within_s=TIMEOUT_S) for each in both] == [0, 0], "\n".join(each.said for each in both)
     for each in both:
         assert f" on host-b (process {victim}) was killed by SIGKILL at step " in each.said
+        assert (
+            each.said.count("anyone who can reach host-a:29400 can take part in this run: set the same DRUMLINE") == 1
+        )
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in record] == list(
         range(1, 151)
     )

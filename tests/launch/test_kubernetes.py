@@ -50,6 +50,21 @@ def pod_of(document: Mapping[str, Any]) -> dict[str, Any]:
     return pod
 
 
+@pytest.mark.parametrize("kind", ["job", "trainjob"])
+def test_pods_share_a_secret_which_no_manifest_holds(kind: str) -> None:
+    def variables(**more: Any) -> list[dict[str, Any]]:
+        document = job(kind=kind, **more).documents()[-1]
+        where = document["spec"]["trainer"] if kind == "trainjob" else pod_of(document)["containers"][0]
+        given: list[dict[str, Any]] = where.get("env", [])
+        return given
+
+    assert variables() == [{"name": "DRUMLINE_SECRET_FILE", "value": "/runs/big/.leader/secret"}]
+    (given,) = variables(env_from_secret=("DRUMLINE_SECRET=drumline",))
+    assert given["valueFrom"] == {"secretKeyRef": {"name": "drumline", "key": "DRUMLINE_SECRET"}}
+    assert variables(env=("DRUMLINE_SECRET_FILE=/s",)) == [{"name": "DRUMLINE_SECRET_FILE", "value": "/s"}]
+    assert variables(nodes=1) == []
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     "made", [everything(), job("doctor", nodes=1, gpus_per_node=0, claim=())], ids=["everything", "least"]

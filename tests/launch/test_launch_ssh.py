@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import shutil
@@ -104,7 +105,12 @@ def test_two_hosts_train_the_bits_of_one_process_and_run_what_the_dry_run_shows(
     calls = Path(f"{recorder}.calls").read_text().splitlines()
     orders = [line for line in Path(f"{recorder}.told").read_text().splitlines() if line.startswith("{")]
     assert sorted(" ".join(shlex.split(line)) for line in dry[::2]) == sorted(f"{recorder} {call}" for call in calls)
-    assert sorted(dry[1::2]) == sorted(line.replace(SECRET, "***") for line in orders)
+    (of_the_run,) = {json.loads(line)["environ"]["DRUMLINE_SECRET"] for line in orders}
+    hidden = [line.replace(SECRET, "***").replace(of_the_run, "***") for line in orders]
+    assert sorted(dry[1::2]) == sorted(hidden)
+    assert not any(of_the_run in line for line in (*lines, *said)) and len(of_the_run) == 64
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert files and not any(of_the_run.encode() in path.read_bytes() for path in files)
     assert all(SECRET in line and "NOT_PASSED" not in line for line in orders)
     assert any("drumline.launch.remote_agent" in line for line in lines) and not any(SECRET in line for line in lines)
     assert train(*STEP, "--run_dir", "alone") == 0

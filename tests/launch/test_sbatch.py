@@ -84,6 +84,17 @@ def test_hosts_to_be_checked_find_each_other_by_the_variables_of_srun(capsys: py
     assert shlex.split(line)[3:] == [sys.executable, "-m", "drumline", "doctor", "--quick"]
 
 
+def test_the_secret_of_the_run_is_made_when_the_job_runs_and_given_to_all_its_hosts() -> None:
+    (line,) = [line for line in job().text().splitlines() if "DRUMLINE_SECRET" in line]
+    show = f"{line}; sh -c 'echo $DRUMLINE_SECRET'"
+    own = {name: value for name, value in os.environ.items() if name != "DRUMLINE_SECRET"}
+    made = [subprocess.check_output(["bash", "-uc", show], env=own, text=True).strip() for _ in range(2)]
+    assert made[0] != made[1] and all(re.fullmatch("[0-9a-f]{64}", secret) for secret in made)
+    mine = {**own, "DRUMLINE_SECRET": "mine"}
+    assert subprocess.check_output(["bash", "-uc", show], env=mine, text=True).strip() == "mine"
+    assert "DRUMLINE_SECRET" not in job(nodes=1).text()
+
+
 def test_hosts_without_gpus_get_one_rank_or_as_many_as_were_asked_for() -> None:
     assert "--gpus-per-node" not in job(gpus_per_node=0).text()
     assert "--nproc 1 --nnodes 2" in job(gpus_per_node=0).text()

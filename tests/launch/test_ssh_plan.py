@@ -33,6 +33,32 @@ def test_hosts_are_given_what_steers_torch_and_what_is_named_and_no_place_among_
             passed_on(others, [name])
 
 
+def test_several_hosts_are_given_the_secret_of_the_run_and_one_that_is_set_is_kept(tmp_path: Path) -> None:
+    def given(hosts: str, **environ: str) -> dict[str, str]:
+        made = make_plan(
+            ["train"],
+            hosts=hosts,
+            hostfile=None,
+            nproc=None,
+            ssh="true",
+            rdzv_endpoint=None,
+            workdir=tmp_path,
+            python="python",
+            environ=environ,
+        )
+        orders = [made.order(host)["environ"] for host in made.hosts]
+        assert all(order == orders[0] for order in orders)
+        secret = orders[0].get("DRUMLINE_SECRET", SECRET)
+        assert secret not in "".join(describe(made, checks=True)) + " ".join(made.ssh_line(made.hosts[0]))
+        return dict(orders[0])
+
+    made = given("a,b")["DRUMLINE_SECRET"]
+    assert len(made) == 64 and made != given("a,b")["DRUMLINE_SECRET"]
+    assert given("a,b", DRUMLINE_SECRET=SECRET) == {"DRUMLINE_SECRET": SECRET}
+    assert given("a,b", DRUMLINE_SECRET_FILE="/s") == {"DRUMLINE_SECRET_FILE": "/s"}
+    assert given("a") == {}
+
+
 def test_a_dry_run_shows_no_secret(tmp_path: Path) -> None:
     environ = dict.fromkeys(("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD"), SECRET)
     environ["https_proxy"] = f"http://me:{SECRET}@proxy:1"

@@ -16,7 +16,7 @@ Verdict = tuple[State, str, str]
 _FINE: Verdict = ("ok", "", "")
 
 _ON_GPUS = ("NCCL_", "TORCH_NCCL_", "CUDA_", "PYTORCH_CUDA_", "NVIDIA_")
-_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?![A-Z])", re.IGNORECASE)
+_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL)S?(?![A-Z])(?!_FILE$)", re.IGNORECASE)
 _PROXY_USER = re.compile(r"//[^/@\s]*@")
 _LONGEST_VALUE = 60
 _SHORTEST_TYPO = 10
@@ -28,6 +28,8 @@ MEANINGS = {
     "CUDA_VISIBLE_DEVICES": "the GPUs this process may use",
     "CUBLAS_WORKSPACE_CONFIG": "cuBLAS workspace; a fixed size makes results reproducible",
     "CXX": "C++ compiler for --compile",
+    "DRUMLINE_SECRET": "the secret of a run, the same on all its hosts",
+    "DRUMLINE_SECRET_FILE": "the file with the secret of a run",
     "GLOO_SOCKET_IFNAME": "network interface for gloo",
     "HF_DATASETS_OFFLINE": "no downloads by the datasets library",
     "HF_HOME": "cache folder of Hugging Face libraries",

@@ -16,7 +16,7 @@ from drumline.elastic.rendezvous import HostsRendezvous, Rendezvous
 from drumline.elastic.supervisor import Supervisor
 from drumline.errors import RunLostError
 from drumline.files import RunFolder
-from drumline.network import is_free
+from drumline.network import SECRET, is_free, run_secret
 from drumline.report import tell
 
 
@@ -37,9 +37,19 @@ def _rendezvous(config: TrainConfig) -> Rendezvous:
     fewest, most = config.ranks.hosts
     if most == 1:
         return _alone()
-    lease = Lease(RunFolder(Path(config.run.run_dir)).leader) if config.run.run_dir else None
-    point = RendezvousPoint(config.ranks.rdzv_endpoint, lease, say=logging.getLogger(__name__).warning)
-    return HostsRendezvous(point, fewest=fewest, most=most)
+    endpoint = config.ranks.rdzv_endpoint
+    folder = RunFolder(Path(config.run.run_dir)).leader if config.run.run_dir else None
+    # Where hosts meet at an endpoint, this folder may be another one on each of them.
+    secret = run_secret(os.environ, folder / "secret" if folder and not endpoint else None)
+    say = logging.getLogger(__name__).warning
+    if endpoint and not secret:
+        say(
+            "anyone who can reach %s can take part in this run: set the same %s on every host"
+            " (openssl rand -hex 32 makes one), or give no --rdzv_endpoint if all hosts share --run_dir",
+            *(endpoint, SECRET),
+        )
+    point = RendezvousPoint(endpoint, Lease(folder) if folder else None, secret, hosts=(fewest, most), say=say)
+    return HostsRendezvous(point, elastic=fewest < most)
 
 
 def _alone() -> Rendezvous:
@@ -75,9 +85,6 @@ def _supervise(
     max_restarts: int | None,
     hang_timeout: float | None,
 ) -> int:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # drumline reports errors itself
-    # Use a new store in each attempt: in the old one, ranks could block forever on stale keys.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     work = partial(function, *args)
     return Supervisor(work, rendezvous, nproc=nproc, max_restarts=max_restarts, limit_s=hang_timeout).run()
 

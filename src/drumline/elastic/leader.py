@@ -1,4 +1,4 @@
-"""Which host runs the rendezvous store: a fixed one, or the holder of a lease in a shared folder.
+"""Which host runs the rendezvous: a fixed one, or the holder of a lease in a shared folder.
 
 The lease is a file `epoch-N.json`, created by the first host and touched every second. A host that can neither reach
 the leader nor sees its lease touched creates the next epoch and becomes the leader; the previous leader finds the newer
@@ -15,18 +15,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
-from torch._C._distributed_c10d import TCPStore
-from torch.distributed import DistNetworkError
-
+from drumline.elastic.membership import Membership
+from drumline.elastic.rendezvous_server import RendezvousServer
 from drumline.errors import ConfigError
-from drumline.network import Endpoint, address_towards, find_interfaces, is_loopback, resolve, user_of, why_not
+from drumline.network import (
+    SECRET,
+    Endpoint,
+    ForeignError,
+    Line,
+    WireError,
+    address_towards,
+    find_interfaces,
+    is_loopback,
+    resolve,
+    user_of,
+    why_not,
+)
 
-_TOUCH_S, _STALE_S, _PROBE_S, _RETRY_S = 1.0, 4.0, 1.0, 0.3
+_TOUCH_S, _STALE_S, _CONNECT_S, _ANSWER_S, _RETRY_S = 1.0, 4.0, 1.0, 4.0, 0.3
 _SAY_AFTER_S, _SAY_EVERY_S = 5.0, 60.0
-_STORE_TIMEOUT = timedelta(seconds=5)
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses that no host has: the route to them is the default route."""
 _MEANINGS = {
@@ -48,18 +57,12 @@ class Point:
 
 @dataclass(frozen=True)
 class Reached:
-    """A rendezvous store that responds."""
+    """A connection to the rendezvous."""
 
     point: Point
     own_address: str
     """The address at which other hosts reach this one."""
-    server: TCPStore | None
-    """The store itself, if it runs on this host."""
-
-    def connect(self) -> TCPStore:
-        """A separate connection: calls on one store block each other."""
-        host = "localhost" if self.server is not None else self.point.endpoint.host
-        return TCPStore(host, self.point.endpoint.port, is_master=False, timeout=_STORE_TIMEOUT)
+    line: Line
 
 
 class Lease:
@@ -121,14 +124,26 @@ class Lease:
 
 
 class RendezvousPoint:
-    """Finds the rendezvous store, or runs it."""
+    """Finds the rendezvous, or runs it."""
 
-    def __init__(self, endpoint: str | None, lease: Lease | None, *, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        endpoint: str | None,
+        lease: Lease | None,
+        secret: bytes,
+        *,
+        hosts: tuple[int, int],
+        say: Callable[[str], None],
+    ) -> None:
+        """hosts: the fewest and the most that take part; say: called with what a waiting user should know"""
         self._fixed = Point(Endpoint.parse(endpoint)) if endpoint else None
         self._lease = lease
+        self.secret = secret
+        self._fewest, self._most = hosts
         self._say = say
         self._say_at_s = time.monotonic() + _SAY_AFTER_S
-        self._ours: tuple[Point, TCPStore] | None = None
+        self._foreign_s: float | None = None
+        self._ours: tuple[Point, RendezvousServer] | None = None
         if endpoint is None and lease is None:
             raise ConfigError(
                 "several hosts need a rendezvous",
@@ -136,21 +151,26 @@ class RendezvousPoint:
             )
 
     def reach(self) -> Reached:
-        """Wait for a store that responds; run it here if it is this host's turn."""
+        """Wait for a rendezvous that answers; run it here if it is this host's turn."""
         for _ in self._tries():
             point = self._lease.newest() if self._lease else None
             if self._ours is not None and (point is None or point.epoch <= self._ours[0].epoch):
-                return Reached(self._ours[0], self._ours[0].endpoint.host, self._ours[1])
+                own, server = self._ours
+                line, _ = self._tried(Endpoint(server.address, server.port))
+                if line is not None:
+                    return Reached(own, own.endpoint.host, line)
+                continue
             if self._ours is not None:
                 self.leave()  # another host took over
             if point is None and self._fixed is not None and not is_here(self._fixed.endpoint.host):
                 point = self._fixed
-            why = _why_silent(point.endpoint) if point is not None else ""
-            if point is not None and not why:
-                return Reached(point, _own_address(point.endpoint.host), None)
+            line, why = self._tried(point.endpoint) if point is not None else (None, "")
+            if point is not None and line is not None:
+                return Reached(point, _own_address(point.endpoint.host), line)
             if self._may_lead(point):
                 self._lead()
             elif point is not None:
+                self._check_secret(point)
                 self._now_and_then(f"waiting for the rendezvous at {point.endpoint} ({why})")
         raise AssertionError
 
@@ -160,10 +180,37 @@ class RendezvousPoint:
         return newest is not None and newest.epoch > point.epoch
 
     def leave(self) -> None:
-        """Shut down the store."""
-        if self._ours is not None and self._lease is not None:
-            self._lease.give_up()
+        """Shut down the server."""
+        if self._ours is not None:
+            if self._lease is not None:
+                self._lease.give_up()
+            self._ours[1].close()
         self._ours = None
+
+    def _tried(self, at: Endpoint) -> tuple[Line | None, str]:
+        """A connection, or why there is none, with an explanation."""
+        foreign_s, self._foreign_s = self._foreign_s, None
+        try:
+            return Line.dial(at.host, at.port, self.secret, connect_s=_CONNECT_S, answer_s=_ANSWER_S), ""
+        except OSError as error:
+            why = why_not(error)
+            return None, f"{why}: {_MEANINGS[why]}" if why in _MEANINGS else why
+        except ForeignError:
+            self._foreign_s = foreign_s or time.monotonic()
+            return None, "it has another secret"
+        except WireError:
+            return None, "another program answers there; set another --rdzv_endpoint on all hosts"
+
+    def _check_secret(self, point: Point) -> None:
+        """ConfigError if the rendezvous has another secret, and is not just what listens at the end of an old lease."""
+        patience_s = 2 * _STALE_S if point.epoch else 0.0
+        if self._foreign_s is None or time.monotonic() - self._foreign_s < patience_s:
+            return
+        lacks = "another secret than" if self.secret else "a secret, unlike"
+        raise ConfigError(
+            f"the rendezvous at {point.endpoint} has {lacks} this host, {socket.gethostname()}",
+            fix=f"set the same {SECRET} on every host; one can be made with: openssl rand -hex 32",
+        )
 
     def _may_lead(self, point: Point | None) -> bool:
         if point is None or point is self._fixed:
@@ -173,16 +220,19 @@ class RendezvousPoint:
     def _lead(self) -> None:
         own = self._fixed.endpoint if self._fixed and is_here(self._fixed.endpoint.host) else None
         port = own.port if own else 0
+        address = _reachable(own.host) if own else _own_address()
+        listens = listens_at(own.host if own else address)
         try:
-            store = TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
-        except DistNetworkError:  # a process that is just exiting may still have the port
+            server = RendezvousServer(listens, port, self.secret, Membership(fewest=self._fewest, most=self._most))
+        except OSError:  # a process that is just exiting may still have the port
             where = f"the rendezvous port {port} on {socket.gethostname()}"
             self._now_and_then(f"{where} is in use{user_of(port)}; set another --rdzv_endpoint on all hosts")
             return
-        address = _reachable(own.host) if own else _own_address()
-        point = self._lease.take(address, store.port) if self._lease else Point(Endpoint(address, store.port))
-        if point is not None:
-            self._ours = point, store
+        point = self._lease.take(address, server.port) if self._lease else Point(Endpoint(address, server.port))
+        if point is None:
+            server.close()
+        else:
+            self._ours = point, server
 
     def _now_and_then(self, text: str) -> None:
         if time.monotonic() > self._say_at_s:
@@ -197,24 +247,26 @@ class RendezvousPoint:
 
 def is_here(name: str) -> bool:
     """Whether a name refers to this host."""
-    own = {address for interface in find_interfaces() for address in interface.addresses}
-    return bool(own & set(resolve(name))) or name == socket.gethostname()
+    return bool(_own_addresses() & set(resolve(name))) or name == socket.gethostname()
+
+
+def _own_addresses() -> set[str]:
+    return {address for interface in find_interfaces() for address in interface.addresses}
 
 
 def _reachable(name: str) -> str:
     """The address of this host's name, unless only this host resolves it that way, like Debian's 127.0.1.1."""
-    outward = [address for address in resolve(name) if not is_loopback(address) and not address.startswith("fe80:")]
-    return min(outward, key=lambda address: ":" in address, default=name)  # prefer IPv4
+    return min(_outward(name), key=lambda address: ":" in address, default=name)  # prefer IPv4
 
 
-def _why_silent(endpoint: Endpoint) -> str:
-    """Why the rendezvous does not respond, with an explanation; empty if it does."""
-    try:
-        socket.create_connection((endpoint.host, endpoint.port), timeout=_PROBE_S).close()
-    except OSError as error:
-        why = why_not(error)
-        return f"{why}: {_MEANINGS[why]}" if why in _MEANINGS else why
-    return ""
+def _outward(name: str) -> list[str]:
+    return [address for address in resolve(name) if not is_loopback(address) and not address.startswith("fe80:")]
+
+
+def listens_at(name: str) -> list[str]:
+    """The addresses of this host that a name stands for; an empty one, for all, if only others know which."""
+    wanted = resolve(name) if is_loopback(name) else _outward(name)
+    return [address for address in wanted if address in _own_addresses()] or [""]
 
 
 def _own_address(*towards: str) -> str:

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import pickle
+import select
 import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import wait
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-from torch.distributed.elastic.rendezvous.api import RendezvousInfo
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
-
 from drumline.elastic.leader import Reached, RendezvousPoint
-from drumline.network import free_port, within
-from drumline.signals import in_background
+from drumline.network import WireError, derived, free_port
 
 Change = Literal["", "joined", "moved on", "left", "cut off"]
 
 _RUN_ID = "drumline"
-_LOOK_S, _SILENT_S, _DEAD_S, _GONE_S = 0.3, 4.0, 3.5, 2.5
-_CAUSE_S, _ASK_S = 1.0, 0.1
-_TIMEOUT = RendezvousTimeout(join=timedelta(days=365), last_call=timedelta(seconds=1))
+_BEAT_S, _SILENT_S, _LOOK_S = 0.5, 4.0, 0.3
+_CAUSE_S, _POLL_S = 1.0, 0.1
+_LONGEST_TRACE = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -41,6 +31,8 @@ class Hosts:
     """Number of ranks by host."""
     master_addr: str
     master_port: int
+    key: str = field(default="", repr=False)
+    """With which the ranks of this attempt sign what they tell each other; empty: they do not."""
 
     @property
     def first_rank(self) -> int:
@@ -59,12 +51,12 @@ class Rendezvous:
         self.run_id = uuid.uuid4().hex
 
     def join(self, nproc: int) -> Hosts:
-        """Wait until all hosts needed for the next attempt have joined; RuntimeError if one leaves again.
+        """Wait until all hosts needed for the next attempt have joined.
 
         nproc: number of ranks on this host
         """
         port, self._port = self._port or free_port(), 0
-        return Hosts(0, (nproc,), "localhost", port)
+        return Hosts(0, (nproc,), "127.0.0.1", port)
 
     def change(self) -> Change:
         """What happened to the hosts since the rendezvous; returns immediately."""
@@ -84,171 +76,146 @@ class Rendezvous:
         """Leave. A host whose ranks have finished waits for the other hosts to finish, unless in a hurry."""
 
 
-def _brief_delay(seconds: float | tuple[float, float]) -> None:
-    time.sleep(_ASK_S)
-
-
-# torch's rendezvous polls once a second and caches the result for another, and no setting changes that: this patch,
-# and the one of the cache below, are most of what makes a restart fast. Hundreds of hosts can poll more often.
-dynamic_rendezvous._delay = _brief_delay  # type: ignore[attr-defined]
-
-
 class HostsRendezvous(Rendezvous):
-    """Several hosts, through torch's rendezvous. Every call to the store runs in a thread that can be abandoned:
-    a silent connection would block it for minutes."""
+    """Several hosts, through the server that one of them runs. It decides; this end asks, and is told."""
 
-    def __init__(self, point: RendezvousPoint, *, fewest: int, most: int) -> None:
+    def __init__(self, point: RendezvousPoint, *, elastic: bool) -> None:
         super().__init__()
-        self.elastic = fewest < most
+        self.elastic = elastic
         self._point = point
-        self._fewest, self._most = fewest, most
+        self._node = self.run_id
         self.run_id = _RUN_ID
-        self._reached: Reached | None = None
-        self._handler: DynamicRendezvousHandler | None = None
-        self._look: _Look | None = None
-        self._info: RendezvousInfo | None = None
+        self._turns = 0
+        self._link: _Link | None = None
 
     def join(self, nproc: int) -> Hosts:
-        info = self._next()
-        at = info.bootstrap_store_info
-        assert at is not None
-        info.store.set(f"ranks/{info.rank}", str(nproc))
-        ranks = info.store.multi_get([f"ranks/{number}" for number in range(info.world_size)])  # blocks until all exist
-        return Hosts(info.rank, tuple(map(int, ranks)), at.master_addr, at.master_port)
-
-    def _next(self) -> RendezvousInfo:
-        self._info = None
         while True:
-            if self._handler is None or self._look is None or self._look.is_silent:
-                self._connect()
-            assert self._handler is not None and self._look is not None
-            joining = in_background(self._handler.next_rendezvous)
-            while not joining.done() and not self._look.is_silent:
-                wait([joining], 0.05)
-            if joining.done() and joining.exception() is None:
-                self._info = joining.result()
-                self._look.begin(frozenset(self._handler._state_holder.state.participants))
-                return self._info
-            self.forget()
+            link = self._connected()
+            self._turns += 1
+            link.say("join", node=self._node, turn=self._turns, ranks=nproc, address=link.own_address)
+            view = self._seat(link)
+            if view is not None:
+                key = derived(self._point.secret, f"ranks of {view['token']}")
+                return Hosts(view["number"], tuple(view["ranks"]), view["address"], view["port"], key)
 
-    def _connect(self) -> None:
-        self.forget()
-        self._reached = self._point.reach()
-        with contextlib.suppress(RuntimeError):  # lost again: the next check will notice
-            store = self._reached.connect()
-            self._handler = DynamicRendezvousHandler.from_backend(
-                _RUN_ID,
-                store,
-                C10dRendezvousBackend(store, _RUN_ID),
-                self._fewest,
-                self._most,
-                local_addr=self._reached.own_address,
-                timeout=_TIMEOUT,
-                keep_alive_interval=1,
-                keep_alive_max_attempt=3,
-            )
-            cast(Any, self._handler)._state_holder._cache_duration = 0
-        self._look = _Look(self._reached, self._point)
+    def _seat(self, link: _Link) -> dict[str, Any] | None:
+        """This host's view of the attempt that it takes part in; None to ask again."""
+        offered = ""
+        while not link.is_silent:
+            view = link.view
+            if view["turn"] == self._turns and "number" in view:
+                if view["change"] in ("left", "moved on"):
+                    return None
+                if view["port"]:
+                    return view
+                if view["number"] == 0 and offered != view["token"]:
+                    offered = view["token"]
+                    link.say("port", port=free_port(), token=offered)
+            link.wait(_POLL_S)
+        return None
+
+    def _connected(self) -> _Link:
+        if self._link is None or self._link.is_silent:
+            self.forget()
+            self._link = _Link(self._point.reach(), self._point)
+        return self._link
 
     def change(self) -> Change:
-        assert self._look is not None
-        return self._look.change()
+        if self._link is None or self._link.is_silent:
+            return "cut off"
+        return cast(Change, self._link.view.get("change", ""))
 
     def share(self, cause: dict[str, Any]) -> None:
-        if self._info is not None:
-            store = self._info.store
-            with contextlib.suppress(Exception):
-                within(_CAUSE_S, lambda: store.set("cause", json.dumps(cause)))
+        if self._link is not None:
+            # The stacks of hundreds of threads may be longer than what is read of a message.
+            self._link.say("cause", cause={**cause, "trace": cause["trace"][-_LONGEST_TRACE:]})
 
     def shared(self, *, wait: bool) -> dict[str, Any] | None:
-        if self._info is None:
-            return None
-        store = self._info.store
-
-        def ask() -> dict[str, Any] | None:
-            if wait:
-                store.wait(["cause"], timedelta(seconds=_CAUSE_S))
-            return json.loads(store.get("cause")) if store.check(["cause"]) else None
-
-        with contextlib.suppress(Exception):
-            return within(2 * _CAUSE_S, ask)
+        link, until_s = self._link, time.monotonic() + _CAUSE_S
+        while link is not None:
+            view = link.view
+            if view.get("cause") or not wait or view.get("alone") or link.is_silent or time.monotonic() > until_s:
+                return view.get("cause")  # who has left the attempt has told before
+            link.wait(_POLL_S)
         return None
 
     def forget(self) -> None:
-        if self._look is not None:
-            self._look.ended.set()
-        self._handler = self._look = None
+        if self._link is not None:
+            self._link.close()
+        self._link = None
 
     def leave(self, *, finished: bool, hurry: Callable[[], bool] = lambda: False) -> None:
-        look, info = self._look, self._info
-        if finished and look is not None and info is not None:
-            with contextlib.suppress(RuntimeError):
-                info.store.set(f"finished/{info.rank}", "")
-                # A host that is done waits for the others' final plot or upload: to them, a host that left has died.
-                while look.change() in ("", "joined") and not hurry():
-                    if info.store.check([f"finished/{rank}" for rank in range(info.world_size)]):
-                        break
-                    time.sleep(0.1)
-        self._info = None
+        if finished and (link := self._link) is not None:
+            link.say("finished")
+            # A host that is done waits for the others' final plot or upload: to them, a host that left has died.
+            while self.change() in ("", "joined") and not link.view.get("finished") and not hurry():
+                link.wait(_POLL_S)
         self.forget()
         self._point.leave()
 
 
-class _Look:
-    """A thread with its own connection that polls the membership."""
+class _Link:
+    """The connection to the rendezvous, with threads that read from it, show that this host is alive, and find out
+    whether another host has taken over."""
 
     def __init__(self, reached: Reached, point: RendezvousPoint) -> None:
-        self._reached, self._point = reached, point
-        self.ended = threading.Event()
-        self._lock = threading.Lock()
+        self.own_address = reached.own_address
+        self.view: dict[str, Any] = {"turn": 0}
+        """What the server told last."""
+        self._line, self._at, self._point = reached.line, reached.point, point
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._ended = threading.Event()
+        self._superseded = False
         self._heard_s = time.monotonic()
-        self._broken = self._superseded = False
-        self._state: Any = None
-        self._members: frozenset[Any] = frozenset()
-        self._beats: dict[Any, tuple[Any, float]] = {}
-        threading.Thread(target=self._keep_looking, name="hosts", daemon=True).start()
+        for work in (self._listen, self._watch_the_lease):
+            threading.Thread(target=work, name="hosts", daemon=True).start()
 
     @property
     def is_silent(self) -> bool:
-        """Whether the store is unreachable, or no longer the current one."""
-        return self._broken or self._superseded or time.monotonic() - self._heard_s > _SILENT_S
+        """Whether the server does not answer, or is no longer the current one."""
+        return self._ended.is_set() or self._superseded or time.monotonic() - self._heard_s > _SILENT_S
 
-    def begin(self, members: frozenset[Any]) -> None:
-        """Report changes relative to these hosts from now on."""
-        with self._lock:
-            self._state, self._members, self._beats = None, members, {}
-
-    def change(self) -> Change:
-        if self.is_silent:
-            return "cut off"
-        with self._lock:
-            now_s = self._heard_s  # later changes are unknown
-            if any(now_s - since_s > (_GONE_S if beat is None else _DEAD_S) for beat, since_s in self._beats.values()):
-                return "left"
-            if self._state is None:
-                return ""
-            missing = self._members - set(self._state.participants)
-            if missing:
-                return "moved on" if missing <= self._state.wait_list else ""
-            return "joined" if self._state.wait_list else ""
-
-    def _keep_looking(self) -> None:
+    def say(self, what: str, **more: Any) -> None:
+        """Tell the server something; if that fails, the connection ends."""
         try:
-            backend = C10dRendezvousBackend(self._reached.connect(), _RUN_ID)
-            while not self.ended.wait(_LOOK_S):
-                answer = backend.get_state()
-                self._superseded = self._point.superseded(self._reached.point)
-                self._see(pickle.loads(answer[0]) if answer else None)
-        except Exception:
-            self._broken = True
+            with self._sending:
+                self._line.send({"say": what, **more})
+        except (OSError, ValueError):
+            self.close()
 
-    def _see(self, state: Any) -> None:
-        with self._lock:
-            self._heard_s = now_s = time.monotonic()
-            self._state = state
-            for node in self._members if state is not None else ():
-                # A host is alive if its heartbeat changes, whatever its clock says; one that is no longer listed counts
-                # from its last change.
-                beat = state.last_heartbeats.get(node)
-                before, since_s = self._beats.get(node, (None, now_s))
-                self._beats[node] = (beat, since_s if beat is None or beat == before else now_s)
+    def wait(self, seconds: float) -> None:
+        """Until the server tells something new, but no longer than this."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._line.close()
+
+    def _listen(self) -> None:
+        beat_s = 0.0
+        poll = select.poll()
+        try:
+            poll.register(self._line, select.POLLIN)
+            while not self._ended.is_set():
+                if time.monotonic() - beat_s > _BEAT_S:
+                    beat_s = time.monotonic()
+                    self.say("beat")
+                if not poll.poll(1000 * _POLL_S):
+                    continue
+                messages = self._line.receive()
+                self._heard_s = time.monotonic()
+                for message in messages:
+                    if "turn" in message:
+                        with self._changed:
+                            self.view = message
+                            self._changed.notify_all()
+        except (OSError, ValueError, WireError):
+            self.close()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _watch_the_lease(self) -> None:
+        while not self._superseded and not self._ended.wait(_LOOK_S):
+            self._superseded = self._point.superseded(self._at)

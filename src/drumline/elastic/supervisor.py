@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from torch.distributed.elastic.rendezvous import RendezvousError
 
 from drumline.elastic.diagnosis import (
     Cause,
@@ -35,6 +34,7 @@ from drumline.elastic.scratch import Scratch
 from drumline.elastic.watch import Beat, Hang, Stacks, Watch, read_pulse, read_run_dir
 from drumline.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError, PeersLostError, RunLostError
 from drumline.files import RunFolder, publish
+from drumline.network import SECRET
 from drumline.parallel import ATTEMPT, Attempt
 from drumline.signals import SHOW_STACKS, counting
 
@@ -107,7 +107,7 @@ class Supervisor:
             self._may_raise = True
             if self._stops:
                 raise _InterruptedError
-            self._start(self._meet())
+            self._start(self._rendezvous.join(self._nproc))
             self._may_raise = False
             ended = self._until_the_attempt_ends()
             if isinstance(ended, int):
@@ -116,14 +116,6 @@ class Supervisor:
             cause = self._first_of_all_hosts(ended)
             if cause is not None:
                 self._after_crash(cause)
-
-    def _meet(self) -> Hosts:
-        while True:
-            try:
-                return self._rendezvous.join(self._nproc)
-            except (RuntimeError, RendezvousError):  # a host left during the rendezvous
-                self._rendezvous.forget()
-                time.sleep(_POLL_S)
 
     def _start(self, hosts: Hosts) -> None:
         """Start the ranks of the next attempt."""
@@ -159,6 +151,7 @@ class Supervisor:
             "TORCHELASTIC_RUN_ID": self._rendezvous.run_id,
             "TORCHELASTIC_USE_AGENT_STORE": False,
             ATTEMPT: self._attempt.folder,
+            SECRET: hosts.key,  # not the one of the rendezvous, where ranks have no business
         }
         return {name: str(value) for name, value in place.items()}
 

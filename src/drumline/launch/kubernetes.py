@@ -11,13 +11,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from drumline.config import RENDEZVOUS_PORT
 from drumline.doctor import is_secret
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_USAGE, EXIT_USER, ConfigError
+from drumline.files import RunFolder
 from drumline.launch.job_command import JobCommand
+from drumline.network import SECRET, SECRET_FILE
 
 Kind = Literal["job", "trainjob"]
 
@@ -183,7 +185,7 @@ class K8sJob:
             "name": "drumline",
             "image": self.config.image,
             "command": self._words(),
-            **({"env": self.config.variables()} if self.config.variables() else {}),
+            **self._environment(),
             **({"resources": self._resources()} if self.command.gpus_per_node else {}),
             "volumeMounts": self._volume_mounts(),
         }
@@ -209,7 +211,7 @@ class K8sJob:
             "numNodes": self.command.nodes,
             "image": self.config.image,
             "command": self._words(),
-            **({"env": self.config.variables()} if self.config.variables() else {}),
+            **self._environment(),
             **({"resourcesPerNode": self._resources()} if self.command.gpus_per_node else {}),
         }
         pod = {
@@ -226,6 +228,15 @@ class K8sJob:
             "metadata": self._metadata(),
             "spec": spec,
         }
+
+    def _environment(self) -> Tree:
+        variables = self.config.variables()
+        given = {SECRET, SECRET_FILE} & {each["name"] for each in variables}
+        if self.command.nodes > 1 and self.command.run_dir and not given:
+            # A file on the claim that all pods share: nothing to create first, and no secret in the manifest.
+            path = str(RunFolder(Path(self.command.run_dir)).leader / "secret")
+            variables.append({"name": SECRET_FILE, "value": _literal(path)})
+        return {"env": variables} if variables else {}
 
     def _words(self) -> list[str]:
         plain = self.command.on_each_host(endpoint=self.endpoint)

@@ -23,6 +23,7 @@ from pathlib import Path
 from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED, ConfigError, DrumlineError
 from drumline.files import RunFolder
 from drumline.launch.job_command import JobCommand, write_file
+from drumline.network import SECRET
 
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d{1,2}){0,2})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -117,7 +118,13 @@ class SlurmJob:
     def text(self) -> str:
         """The script."""
         lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in self._options())]
-        lines += ["# Written by drumline launch slurm.", "set -u", *self._threads(), shlex.join(self.argv())]
+        lines += [
+            "# Written by drumline launch slurm.",
+            "set -u",
+            *self._threads(),
+            *self._secret(),
+            shlex.join(self.argv()),
+        ]
         if not self.command.is_training:
             return "\n".join([*lines, "exit $?"]) + "\n"
         stopped = "|".join(map(str, (EXIT_STOPPED, EXIT_INTERRUPTED, *_KILLED_EARLY)))
@@ -167,6 +174,11 @@ class SlurmJob:
     def _threads(self) -> list[str]:
         share = f"SLURM_CPUS_ON_NODE / {self.command.ranks_per_node}"
         return [f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-$(({share} > 0 ? {share} : 1))}}"']
+
+    def _secret(self) -> list[str]:
+        """Made when the job runs, so that no file has it; srun gives it to all hosts."""
+        make = "$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')"
+        return [f'export {SECRET}="${{{SECRET}:-{make}}}"'] if self.command.nodes > 1 else []
 
     def argv(self) -> list[str]:
         """The srun command line that starts drumline on all hosts."""

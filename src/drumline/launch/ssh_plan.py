@@ -15,7 +15,7 @@ from drumline.config import RENDEZVOUS_PORT, flag
 from drumline.doctor import masked
 from drumline.errors import ConfigError
 from drumline.launch.hosts_file import RemoteHost, parse_hosts, read_hosts
-from drumline.network import Endpoint
+from drumline.network import SECRET, SECRET_FILE, Endpoint, new_secret
 from drumline.parallel import ATTEMPT
 
 COMMANDS = ("train", "bench", "doctor")
@@ -144,6 +144,8 @@ def make_plan(
     words = shlex.split(ssh)
     if not words or shutil.which(words[0]) is None:
         raise ConfigError(f"--ssh {ssh!r}: command not found", fix="apt install openssh-client")
+    if len(remote_hosts) > 1 and not environ.get(SECRET) and not environ.get(SECRET_FILE):
+        environ = {**environ, SECRET: new_secret()}
     return Plan(
         hosts=remote_hosts,
         command=command,

@@ -1,7 +1,8 @@
 """Addresses, interfaces and sockets -> who can reach whom, or why not. Independent of torch.
 
-`endpoint` parses HOST:PORT, `interfaces` lists this machine's addresses, `probe` measures the path to another host, and
-`background` runs calls that may never return.
+`endpoint` parses HOST:PORT, `interfaces` lists this machine's addresses, `probe` measures the path to another host,
+`wire` carries signed messages, `secret` finds what they are signed with, and `background` runs calls that may never
+return.
 """
 
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         interface_towards,
         is_free,
         is_loopback,
+        listener,
     )
     from drumline.network.probe import (
         Ping,
@@ -36,5 +38,7 @@ if TYPE_CHECKING:
         user_of,
         why_not,
     )
+    from drumline.network.secret import SECRET, SECRET_FILE, derived, new_secret, run_secret, signed, verified
+    from drumline.network.wire import Channel, ForeignError, Line, WireError
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

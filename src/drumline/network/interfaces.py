@@ -13,6 +13,7 @@ import psutil
 
 _VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali")
 """Interfaces that do not lead outside the machine."""
+_BACKLOG = 4096
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def listener(address: str, port: int) -> socket.socket:
+    """A socket that listens at one address of this machine, or at all of them if it is empty; OSError if it cannot."""
+    if not address and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=_BACKLOG)
 
 
 def is_free(port: int) -> bool:

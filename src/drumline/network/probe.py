@@ -30,7 +30,7 @@ Why = Literal["", "unresolved", "refused", "timed out", "no route", "unreachable
 """Why a connection cannot be opened; empty: it can."""
 
 TRANSFER_BYTES = 4 << 20
-_TOKEN_BYTES, _PINGS, _CONNECTIONS, _SERVER_S = 16, 8, 64, 15.0
+_TOKEN_BYTES, _PINGS, _CONNECTIONS, _TOKEN_S, _SERVER_S = 16, 8, 64, 3.0, 15.0
 _NAME_S = 5.0
 _MOST_BYTES = 64 << 20
 _STALLED_BYTES = 64 << 10
@@ -126,11 +126,12 @@ class ProbeServer:
 
     def _answer(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError), self._released(), connection:
-            connection.settimeout(_SERVER_S)
+            connection.settimeout(_TOKEN_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             asked = _receive(connection, _TOKEN_BYTES + 1)
             if not hmac.compare_digest(asked[:_TOKEN_BYTES], self.token.encode()):
                 return
+            connection.settimeout(_SERVER_S)
             if asked[_TOKEN_BYTES:] == b"P":
                 for _ in range(_PINGS):
                     _receive(connection, 1)

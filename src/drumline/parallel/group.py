@@ -1,7 +1,7 @@
 """Several ranks: the process group they join, and how they agree on something.
 
 What ranks exchange before training goes through the rendezvous store as JSON, so that it works before, and without,
-any collective.
+any collective. On several hosts it is signed: torch's store asks nobody who he is.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from drumline.config import Backend
 from drumline.errors import ConfigError, DrumlineError
 from drumline.lazy import room
-from drumline.parallel.heartbeat import waiting_for, working
+from drumline.parallel.heartbeat import ATTEMPT, waiting_for, working
 from drumline.parallel.world import Place, World
 
 T = TypeVar("T")
@@ -48,6 +48,8 @@ class Group(World):
 
     store: Store
     """The store for messages between ranks."""
+    key: str = field(default="", repr=False)
+    """What messages are signed with; empty: they are not."""
     _turn: Iterator[int] = field(default=_TURNS, repr=False)
 
     @property
@@ -56,11 +58,11 @@ class Group(World):
 
     def gather(self, value: Any) -> list[Any]:
         turn = next(self._turn)
-        self.store.set(f"drumline/{turn}/{self.rank}", json.dumps(value))
+        _write(self.store, self.key, f"drumline/{turn}/{self.rank}", value)
         keys = [f"drumline/{turn}/{rank}" for rank in range(self.size)]
         with waiting_for("messages from the other ranks"):
             self.store.wait(keys, _PATIENCE)
-        values = [json.loads(self.store.get(key)) for key in keys]
+        values = [_read(self.store, self.key, key) for key in keys]
         # All ranks are in this turn, so they have read the one before: a long run must not fill rank 0's memory.
         self.store.delete_key(f"drumline/{turn - 1}/{self.rank}")
         return values
@@ -88,7 +90,7 @@ class Group(World):
                 raise error
 
     def post(self, key: str, value: Any, *, instead_of: str) -> None:
-        self.store.set(f"drumline/{key}", json.dumps(value))
+        _write(self.store, self.key, f"drumline/{key}", value)
         self.store.delete_key(f"drumline/{instead_of}")
 
     def posted(self, keys: Sequence[str]) -> list[Any] | None:
@@ -97,7 +99,7 @@ class Group(World):
         names = [f"drumline/{key}" for key in keys]
         if not self.store.check(names):
             return None
-        return [json.loads(self.store.get(name)) for name in names]
+        return [_read(self.store, self.key, name) for name in names]
 
     def broadcast(self, tensors: Sequence[Tensor], *, source: int = 0) -> None:
         for tensor in tensors:
@@ -113,6 +115,20 @@ class Group(World):
         return tensor
 
 
+def _write(store: Store, key: str, name: str, value: Any) -> None:
+    text = json.dumps(value)
+    store.set(name, room("network").signed(key, name, text) if key else text)
+
+
+def _read(store: Store, key: str, name: str) -> Any:
+    """RuntimeError, worth a restart with another store, if someone else wrote there."""
+    content = store.get(name)
+    try:
+        return json.loads(room("network").verified(key, name, content.decode()) if key else content)
+    except ValueError:
+        raise RuntimeError(f"someone without the run's secret wrote {name} in the store of the ranks") from None
+
+
 def _attempt(work: Callable[[], T]) -> tuple[T | None, DrumlineError | None]:
     try:
         with working():
@@ -126,19 +142,20 @@ def join_group(place: Place, device: torch.device, backend: Backend) -> Group:
     name = check_backend(backend, device)
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.size), LOCAL_RANK=str(place.local_rank))
     os.environ.update(MASTER_ADDR=place.master_addr, MASTER_PORT=str(place.master_port))
+    key = os.environ.get("DRUMLINE_SECRET", "")
     if not dist.is_initialized():
         store = _rendezvous(place)
         if name == "gloo" and place.size > 1:
-            _choose_interface(place, store)
+            _choose_interface(place, store, key)
         dist.init_process_group(name, store=store, rank=place.rank, world_size=place.size)
         atexit.register(leave_group)
-    return Group(place, device, dist.distributed_c10d._get_default_store())
+    return Group(place, device, dist.distributed_c10d._get_default_store(), key)
 
 
 def _rendezvous(place: Place) -> Store:
     _wait_for_rank_0(place)
     try:
-        store, _, _ = next(iter(rendezvous("env://")))
+        return _store(place)
     except dist.DistNetworkError as error:
         where = f"{place.master_addr}:{place.master_port}"
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
@@ -150,10 +167,26 @@ def _rendezvous(place: Place) -> Store:
             f"rank {place.rank} on {socket.gethostname()} cannot reach rank 0 at {where}: {str(error).splitlines()[0]}",
             fix=f"start rank 0, and check address, firewall and route: nc -vz {where.replace(':', ' ')}",
         ) from None
-    return store  # type: ignore[no-any-return]
 
 
-def _choose_interface(place: Place, store: Store) -> None:
+def _store(place: Place) -> Store:
+    """Torch's store. It would listen on all interfaces, but a supervisor knows at which address it will be reached."""
+    if place.rank == 0 and ATTEMPT in os.environ:
+        with contextlib.suppress(OSError):  # this process has it already, or torch will say what is wrong
+            listener = room("network").listener(place.master_addr, place.master_port)
+            return TCPStore(
+                place.master_addr,
+                place.master_port,
+                place.size,
+                is_master=True,
+                multi_tenant=True,
+                timeout=dist.default_pg_timeout,
+                master_listen_fd=listener.detach(),
+            )
+    return next(iter(rendezvous("env://")))[0]  # type: ignore[no-any-return]
+
+
+def _choose_interface(place: Place, store: Store, key: str) -> None:
     """Let gloo use the interface that leads to the other hosts.
 
     Left to itself, it announces what this host's name resolves to. On Debian and Ubuntu that is 127.0.1.1, where no
@@ -161,15 +194,15 @@ def _choose_interface(place: Place, store: Store) -> None:
     """
     network = room("network")
     here = network.address_towards(place.master_addr)
-    store.set(f"drumline/address/{place.rank}", here or "")
+    _write(store, key, f"drumline/address/{place.rank}", here or "")
     if not network.gloo_is_misled(os.environ):
         return
     interface = network.interface_towards(place.master_addr)
     if interface is None:  # rank 0 is on this host: the others know how they got here
-        keys = [f"drumline/address/{rank}" for rank in range(place.size)]
+        names = [f"drumline/address/{rank}" for rank in range(place.size)]
         with waiting_for("the other ranks"):
-            store.wait(keys, _PATIENCE)
-        reached = [store.get(key).decode() for key in keys]
+            store.wait(names, _PATIENCE)
+        reached = [_read(store, key, name) for name in names]
         interface = next(filter(None, (network.interface_towards(address) for address in reached if address)), None)
     if interface is not None:  # else all ranks are on this host
         os.environ["GLOO_SOCKET_IFNAME"] = interface

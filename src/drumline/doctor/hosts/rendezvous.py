@@ -7,7 +7,9 @@ to report that.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,9 +21,21 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from drumline.doctor.finding import Finding
-from drumline.elastic import is_here
+from drumline.elastic import is_here, listens_at
 from drumline.errors import ConfigError
-from drumline.network import Endpoint, Why, find_interfaces, resolve, user_of, why_not, within
+from drumline.network import (
+    SECRET,
+    Endpoint,
+    Why,
+    find_interfaces,
+    listener,
+    resolve,
+    signed,
+    user_of,
+    verified,
+    why_not,
+    within,
+)
 from drumline.parallel import find_place, slurm_hosts
 
 T = TypeVar("T")
@@ -159,19 +173,22 @@ def connect(rendezvous: Rendezvous, *, patience_s: float, say: Callable[[str], N
 
 
 def keep(rendezvous: Rendezvous) -> TCPStore:
-    """Run the store here."""
+    """Run the store here, where the others look for it and nowhere else."""
+    addresses = listens_at(rendezvous.address)
+    address = addresses[0] if len(addresses) == 1 else ""
     try:
         return TCPStore(
-            "localhost",
+            address or "localhost",
             rendezvous.port,
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=_ANSWER_S),
+            master_listen_fd=listener(address, rendezvous.port).detach(),
         )
-    except dist.DistNetworkError as error:
+    except (OSError, dist.DistNetworkError) as error:
         name = socket.gethostname()
         what = f"{name} cannot listen on port {rendezvous.port}: {str(error).splitlines()[0]}"
-        if "EADDRINUSE" in str(error):
+        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
             what = f"port {rendezvous.port} on {name}, the rendezvous port, is in use{user_of(rendezvous.port)}"
         fix = rendezvous.moved(rendezvous.address, rendezvous.port + 1)
         raise CheckEndedError(Finding(f"port {rendezvous.port}", "failed", what, fix, name)) from None
@@ -237,10 +254,11 @@ class Messenger:
     def __init__(self, store: Store, keeper: str) -> None:
         self.store = store
         self._keeper = keeper
+        self._key = os.environ.get(SECRET, "")
 
     def post(self, key: str, value: Any) -> None:
         """Post any JSON value."""
-        content = json.dumps(value).encode()
+        content = signed(self._key, key, json.dumps(value)).encode()
         pieces = [content[start : start + _PIECE_BYTES] for start in range(0, len(content), _PIECE_BYTES)]
         for number, piece in enumerate(pieces):
             self._set(f"{key}/{number}", piece)
@@ -251,8 +269,15 @@ class Messenger:
 
     def read(self, key: str) -> Any:
         """The value posted under a key, which must exist."""
-        count = int(self._get(key))
-        return json.loads(b"".join(self._get(f"{key}/{number}") for number in range(count)))
+        try:
+            count = int(self._get(key))
+            content = b"".join(self._get(f"{key}/{number}") for number in range(count)).decode()
+            return json.loads(verified(self._key, key, content))
+        except ValueError:
+            what = "a host has another secret, or someone else wrote to the rendezvous store"
+            raise CheckEndedError(
+                Finding("rendezvous", "failed", what, f"set the same {SECRET} on every host, or none", self._keeper)
+            ) from None
 
     def wait(self, key: str, *, until: float) -> Any | None:
         """The value posted under a key before `until` (monotonic clock); None if there is none."""
