@@ -17,7 +17,14 @@ class Clock:
 
 
 def steps(
-    schedule: Schedule, clock: Clock, count: int, *, step_s: float, busy_s: float = 0.0, first: int = 1
+    schedule: Schedule,
+    clock: Clock,
+    count: int,
+    *,
+    step_s: float,
+    busy_s: float = 0.0,
+    cost_s: float = 0.01,
+    first: int = 1,
 ) -> list[int]:
     """The steps after which one was taken, each of which takes so long to complete."""
     taken, free_at = [], 0.0
@@ -27,7 +34,7 @@ def steps(
         if due:
             taken.append(step)
             schedule.taken(step)
-            schedule.measured(cost_s=0.01, took_s=busy_s)
+            schedule.measured(cost_s=cost_s, took_s=busy_s)
             free_at = clock.now_s + busy_s
     return taken
 
@@ -43,7 +50,7 @@ def test_fixed_intervals_are_kept() -> None:
 def test_a_kill_at_any_step_costs_at_most_the_interval_and_two_steps(every: int, step_s: float, share: float) -> None:
     clock = Clock()
     schedule = Schedule(every, now=clock)
-    busy_s = share * step_s * (every // 2)  # more would not fit: a new one begins when the last one is complete
+    busy_s = share * step_s * (every // 2 - 1)  # more would not fit: a new one begins when the last one is complete
     taken = steps(schedule, clock, 10 * every, step_s=step_s, busy_s=busy_s)
     settled = taken[1:]  # how long they take is measured with the first one
     for one, following in pairwise(settled):
@@ -64,6 +71,12 @@ def test_one_that_is_late_is_taken_when_the_last_one_is_complete_and_the_interva
 def test_auto_takes_them_as_often_as_costs_one_percent_of_the_time() -> None:
     clock = Clock()
     assert steps(Schedule(None, now=clock), clock, 30, step_s=0.125) == [1, 10, 19, 28]
+
+
+def test_auto_takes_at_most_four_in_a_second() -> None:
+    clock = Clock()
+    taken = steps(Schedule(None, now=clock), clock, 2000, step_s=0.001, busy_s=0.0001, cost_s=0.00001)
+    assert len(taken) == 8
 
 
 def test_auto_leaves_time_to_complete_each_and_begins_anywhere() -> None:

@@ -10,6 +10,8 @@ _SHARE = 0.01
 """Of the training time, for all that snapshots cost, if the interval is not given."""
 _SPARE = 1.25
 """Snapshots that are not due at fixed intervals leave some time between one and the next."""
+_LEAST_S = 0.25
+"""Between two that are not due at fixed intervals: more would save nobody anything, and each is an event."""
 _LATE = 3
 """So many snapshots have to be late before that is reported."""
 _ROUNDING = 2
@@ -38,7 +40,8 @@ class Schedule:
         self._last = self._last or (now_s, step - 1)
         since_s, since = now_s - self._last[0], step - self._last[1]
         if self._every is None:
-            return free and since_s >= max(self._cost_s / _SHARE, self._took_s * _SPARE)
+            least_s = _LEAST_S if self._took_s else 0.0
+            return free and since_s >= max(self._cost_s / _SHARE, self._took_s * _SPARE, least_s)
         early = max(0, self._steps_under_way() - _ROUNDING)
         due = since >= self._every - early if early else step % self._every == 0
         if due and self._late_since is None and not free:
