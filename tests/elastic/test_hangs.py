@@ -15,9 +15,10 @@ import pytest
 
 from drumline.elastic import diagnosis
 from drumline.elastic.diagnosis import Cause, End, blame, cause_of_another_host, first_cause, hang_cause
-from drumline.elastic.rendezvous import Rendezvous
+from drumline.elastic.rendezvous import Change, Rendezvous
 from drumline.elastic.supervisor import Supervisor
 from drumline.elastic.watch import Beat, Hang, Stacks, Watch
+from drumline.errors import EXIT_STOPPED
 from drumline.parallel.attempt import Attempt
 from drumline.parallel.supervised import SupervisedPulse
 
@@ -238,6 +239,29 @@ def test_a_host_whose_ranks_all_wait_leaves_it_to_another_to_name_the_rank_for_a
     alone, ranks = supervisor(phases, run, {0: IN_BACKWARD, 1: LOOP}, waits_for=[GRADIENTS, ""])
     cause = alone._name(hang)
     assert isinstance(cause, Cause) and cause.rank == 1 and ranks.killed
+
+
+class CutOff(Rendezvous):
+    """Whose host leaves while the ranks here still save."""
+
+    def __init__(self, ranks: FakeRanks) -> None:
+        super().__init__()
+        self._ranks, self._asked = ranks, 0
+
+    def change(self) -> Change:
+        self._asked += 1
+        if self._asked == 3:
+            self._ranks._codes[0] = EXIT_STOPPED
+        return "cut off"
+
+
+def test_ranks_that_save_to_stop_outlive_the_host_of_the_rendezvous(
+    supervisor: Callable[..., tuple[Any, FakeRanks]],
+) -> None:
+    for stops, ends in [([signal.SIGTERM], EXIT_STOPPED), ([], None)]:
+        made, ranks = supervisor({0: "save"}, {0: None}, {})
+        made._rendezvous, made._stops = CutOff(ranks), stops
+        assert made._until_the_attempt_ends() == ends
 
 
 def test_a_host_whose_only_rank_exits_early_has_not_succeeded(

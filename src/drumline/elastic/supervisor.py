@@ -172,7 +172,8 @@ class Supervisor:
                 self._ranks.kill()
                 return EXIT_INTERRUPTED
             change = self._rendezvous.change()
-            if change in ("left", "cut off") or (change == "moved on" and self._waits_in_vain()):
+            # Ranks that save because they were asked to stop need each other, but not the hosts that are done already.
+            if (change in ("left", "cut off") and not self._stops) or (change in _CHANGES and self._waits_in_vain()):
                 self._ranks.kill()
                 _say(f"{socket.gethostname()}: {_CHANGES[change]}")
                 return None
