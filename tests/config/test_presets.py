@@ -13,6 +13,7 @@ from drumline.config.presets import HEAD_LR_WIDTH, PRESETS, RECIPES, gpt_config,
 from drumline.config.settings import OptimConfig, TrainConfig
 from drumline.config.toml_file import differences, from_settings, read_settings, sections
 from drumline.config.toml_text import to_toml
+from drumline.huggingface.families import native_family
 
 OPTIONS: dict[str, Any] = {
     "tie_embeddings": True,
@@ -43,7 +44,7 @@ def settings(config: TrainConfig) -> dict[str, Any]:
     return {name: value for section in asdict(config).values() for name, value in section.items()}
 
 
-@pytest.mark.parametrize("recipe", ["classic", "modern"])
+@pytest.mark.parametrize("recipe", ["classic", "modern", "portable"])
 def test_each_recipe_can_be_chosen_for_each_preset_and_modern_ones_have_the_modern_one(recipe: Recipe) -> None:
     for name in PRESETS:
         default = "modern" if name.startswith("modern") else "classic"
@@ -65,6 +66,26 @@ def test_the_classic_recipe_is_adamw_with_warmup_and_cosine_and_nothing_added_to
     assert gpt.tie_embeddings and gpt.init == "gpt2" and gpt.norm_weights
     assert (gpt.softcap, gpt.value_tables, gpt.smear) == (0.0, 0, False)
     assert gpt.positions == ("rope" if name == "modern-tiny" else "learned")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_portable_recipe_is_the_modern_one_with_models_that_have_a_class_in_transformers(name: str) -> None:
+    modern, portable = (
+        with_preset(TrainConfig(model=ModelSettings(preset=name, recipe=recipe))) for recipe in ("modern", "portable")
+    )
+    assert portable.optim == modern.optim and portable.batch == modern.batch
+    has_class = {"softcap": 0.0, "value_tables": 0, "smear": False, "recipe": "portable"}
+    if name.startswith("modern"):  # Qwen3's block; its gate makes the feed-forward layers narrower
+        d_ff = PRESETS[name].shape["d_ff"]
+        has_class |= {"activation": "swiglu", "d_ff": portable.model.d_ff}
+        assert portable.model.d_ff is not None and portable.model.d_ff % 64 == 0
+        assert 0 <= portable.model.d_ff - 2 * d_ff / 3 < 64
+    assert portable.model == replace(modern.model, **has_class)
+    family = native_family(gpt_config(portable.model, vocab_size=64))
+    assert family is not None
+    assert family.name == ("Qwen3ForCausalLM" if name.startswith("modern") else "GPT2LMHeadModel")
+    given = with_preset(TrainConfig(model=ModelSettings(preset=name, recipe="portable", d_ff=128))).model
+    assert given.d_ff == 128
 
 
 def test_the_rate_is_that_of_the_optimizer_in_use() -> None:

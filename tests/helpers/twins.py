@@ -62,7 +62,7 @@ def qwen3_twin(model: GPT) -> Any:
         intermediate_size=c.d_ff,
         tie_word_embeddings=False,
         rms_norm_eps=1e-6,
-        rope_theta=c.rope_theta,
+        rope_theta=c.rope_theta or 10_000.0,
     )
     names = {
         "attention_norm": "input_layernorm",

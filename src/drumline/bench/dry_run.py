@@ -14,6 +14,7 @@ from drumline.bench.copies import State, in_shared_memory, on_gpu
 from drumline.config import TrainConfig, gpt_config, preset, to_toml, with_preset
 from drumline.data import BatchPlan, TokenFile, check_sources, is_tokens, open_tokens, plan_batches, with_vocabulary
 from drumline.files import choose_folder
+from drumline.huggingface import export_note
 from drumline.kernels import FUSED, fits, has_kernels
 from drumline.optim import state_size
 from drumline.parallel import own_place, pick_device, pick_dtype
@@ -61,6 +62,7 @@ def describe(config: TrainConfig, *, nproc: int) -> tuple[str, str]:
             f"tokens per step  {plan.micro_batch_size} sequences x {counted(plan.micro_batches, 'micro-batch')} "
             f"x {total}{on_ranks}",
             f"steps            {_length(config, plan, tokens)}",
+            f"export           {export_note(model)}",
         ]
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.checkpoint.checkpoints import RunState, checkpoint_paths, open_checkpoint
+    from drumline.checkpoint.checkpoints import Checkpoint, RunState, checkpoint_paths, commit, open_checkpoint
     from drumline.checkpoint.commands import (
         Listed,
         export_checkpoint,

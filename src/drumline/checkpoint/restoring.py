@@ -170,6 +170,8 @@ def check_same_run(folder: RunFolder, facts: dict[str, Any], allow_change: Seque
 
 def _check_same_run(checkpoint: Checkpoint, facts: dict[str, Any], allow_change: Sequence[str]) -> None:
     was = checkpoint.state.facts
+    if not was:  # weights from elsewhere, for any data
+        return
     names = [name for name, value in facts.items() if was.get(name) != value and name not in allow_change]
     changed = [f"{name} {was.get(name)} -> {facts[name]}" for name in names if name != "train_data"]
     if "train_data" in names:  # two hashes would say no more

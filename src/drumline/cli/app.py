@@ -27,6 +27,8 @@ COMMANDS = {
     "drumline.cli.train:train": "Train a model. Without arguments: a small GPT on Python source code.",
     "drumline.cli.generate:evaluate": "Validation loss, perplexity and bits per byte of a run's newest checkpoint.",
     "drumline.cli.generate:sample": "Generate text with a run's newest checkpoint.",
+    "drumline.cli.runs:export": "Export a run as a Hugging Face model, or list which settings are which class.",
+    "drumline.cli.runs:import_": "Make a run of a Hugging Face model, or of nanoGPT's ckpt.pt, without training.",
     "drumline.cli.runs:runs": "List runs with their state and latest losses.",
     "drumline.cli.checkpoint:checkpoint": "List, verify, export or prune the checkpoints of a run.",
     "drumline.cli.bench:bench": "Measure training throughput, where step time goes, and the largest batch that fits.",
@@ -109,7 +111,7 @@ def parser() -> App:
         suppress_keyboard_interrupt=False,
     )
     for place in COMMANDS:
-        app.command(place)
+        app.command(place, name=place.rpartition(":")[2].rstrip("_"))  # `import` is a keyword
     return app
 
 

@@ -15,7 +15,7 @@ _WIDEST = 120
 def overview() -> str:
     """The page, as wide as the terminal."""
     width = min(shutil.get_terminal_size().columns, _WIDEST)
-    rows = {place.rpartition(":")[2]: text for place, text in COMMANDS.items()} | _FLAGS
+    rows = {place.rpartition(":")[2].rstrip("_"): text for place, text in COMMANDS.items()} | _FLAGS
     first = max(map(len, rows)) + 4
     page = ["Usage: drumline COMMAND [--help]", "", *textwrap.wrap(_ABOUT, width), "", "Commands:"]
     for name, text in rows.items():

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field, fields
 from typing import Literal, TypeVar, get_type_hints
 
 from drumline.config.facts import ANY, check, check_positive, setting
-from drumline.errors import ConfigError
 
 Positions = Literal["learned", "rope"]
 Norm = Literal["layernorm", "rmsnorm"]
-Activation = Literal["gelu", "swiglu", "relu2"]
+Activation = Literal["gelu", "gelu_exact", "swiglu", "relu2"]
 Init = Literal["gpt2", "zero"]
-Recipe = Literal["classic", "modern"]
+Recipe = Literal["classic", "modern", "portable"]
 T = TypeVar("T")
 
 
@@ -24,7 +23,7 @@ class GPTOptions:
     n_layers: int = setting(12, fused=ANY)
     """Number of transformer blocks."""
     n_heads: int = setting(12, fused=ANY)
-    """Number of attention heads; must divide d_model."""
+    """Number of attention heads; must divide d_model, unless head_dim is given."""
     n_kv_heads: int | None = setting(None, fused=ANY)
     """Number of key/value heads (grouped-query attention); must divide n_heads. None: the same as n_heads."""
     d_model: int = setting(768, fused=ANY)
@@ -38,7 +37,7 @@ class GPTOptions:
     norm: Norm = setting("layernorm", fused="rmsnorm")
     """LayerNorm or RMSNorm, before attention, feed-forward and output head."""
     activation: Activation = setting("gelu", fused="relu2")
-    """Activation of the feed-forward layers; swiglu adds a third matrix, the gate."""
+    """Activation of the feed-forward layers; gelu is approximated as in GPT-2; swiglu adds a third matrix, the gate."""
     qk_norm: bool = setting(False, fused=True)
     """Normalize queries and keys (RMSNorm per head) before attention."""
     bias: bool = setting(True, fused=False)
@@ -55,6 +54,12 @@ class GPTOptions:
     """Number of value embeddings: token embeddings added to the values of as many of the first and last layers."""
     smear: bool = setting(False, fused=ANY)
     """Add the previous token's embedding, scaled by learned weights, to each token's embedding."""
+    head_dim: int | None = None
+    """Width of a head. None: d_model / n_heads."""
+    rope_theta: float | None = setting(None, fused=ANY)
+    """Base of the rotary frequencies. None: 10000."""
+    norm_eps: float | None = None
+    """Added to the variance in the norms. None: 1e-5 for LayerNorm, 1e-6 for RMSNorm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,30 +70,19 @@ class GPTConfig(GPTOptions):
     """Rows of the token embedding; at least the vocabulary size of the tokenizer."""
     max_position_embeddings: int = setting(1024, fused=ANY)
     """Maximum sequence length, in tokens."""
-    rope_theta: float = setting(10_000.0, fused=ANY)
-    """Base of the rotary frequencies."""
 
     def __post_init__(self) -> None:
         check_positive(self, "vocab_size", "max_position_embeddings", "n_layers", "n_heads", "n_kv_heads")
-        check_positive(self, "d_model", "d_ff")
-        if self.d_model % self.n_heads:
-            raise ConfigError(
-                f"d_model {self.d_model} cannot be divided over {self.n_heads} heads",
-                fix="choose --d_model as a multiple of --n_heads",
-            )
-        if self.n_heads % self.kv_heads:
-            raise ConfigError(
-                f"{self.n_heads} heads cannot share {self.kv_heads} key/value heads evenly",
-                fix="choose --n_kv_heads as a divisor of --n_heads",
-            )
-        if self.positions == "rope" and self.head_width % 2:
-            raise ConfigError(
-                f"rotary positions need an even head width, not {self.head_width} (d_model / n_heads)",
-                fix="change --d_model or --n_heads, or use --positions learned",
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"dropout {self.dropout} is not a probability below 1", fix="use --dropout 0.0 to 0.9")
+        check_positive(self, "d_model", "d_ff", "head_dim")
+        odd_width = self.positions == "rope" and self.head_width % 2
+        if self.n_heads % self.kv_heads or odd_width or (self.head_dim is None and self.d_model % self.n_heads):
+            from drumline.config.ranges import refuse_shape
+
+            refuse_shape(self)
+        check(self, dropout=0.0 <= self.dropout < 1.0)
         check(self, softcap=0.0 <= self.softcap < math.inf, value_tables=self.value_tables >= 0)
+        above_0 = {"rope_theta": self.rope_theta, "norm_eps": self.norm_eps}
+        check(self, **{name: value is None or 0.0 < value < math.inf for name, value in above_0.items()})
 
     @property
     def kv_heads(self) -> int:
@@ -96,7 +90,7 @@ class GPTConfig(GPTOptions):
 
     @property
     def head_width(self) -> int:
-        return self.d_model // self.n_heads
+        return self.head_dim or self.d_model // self.n_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +101,8 @@ class ModelChoice:
     """Model size, with suitable defaults. The presets are listed at the end of `drumline train --help`."""
     recipe: Recipe | None = None
     """Defaults for initialization, model options, optimizer and schedule. Default: the preset's."""
+    init_from: str | None = setting(None, per_host=True)
+    """Start from a model: a Hugging Face folder or name, or nanoGPT's ckpt.pt, which also sets the model options."""
     model: str = "gpt"
     """gpt, or package.module:name of a function that takes a GPTConfig and returns an nn.Module."""
     model_options: tuple[str, ...] = ()
@@ -115,17 +111,10 @@ class ModelChoice:
     """Sequence length in tokens. Default: the preset's."""
 
     def __post_init__(self) -> None:
-        if not self.model_options:
-            return
-        from drumline.config.options import option_words, plugin_options
+        if self.model_options:
+            from drumline.config.options import checked_options
 
-        if self.model == "gpt":
-            raise ConfigError(
-                f"model_options {' '.join(self.model_options)} are for a custom model, not for --model gpt",
-                fix="set --model my_module:my_model, or use the options of the GPT, such as --n_layers",
-            )
-        # Normalize values, so that configs can be compared.
-        object.__setattr__(self, "model_options", tuple(option_words(plugin_options(self.model_options))))
+            object.__setattr__(self, "model_options", checked_options(self.model, self.model_options))
 
 
 def _options_left_open(kind: type[T]) -> type[T]:

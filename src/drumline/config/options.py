@@ -23,6 +23,16 @@ def plugin_options(words: Iterable[str]) -> dict[str, Any]:
     return dict(sorted(options.items()))
 
 
+def checked_options(model: str, words: Iterable[str]) -> tuple[str, ...]:
+    """The options of a custom model with normalized values, so that configs can be compared."""
+    if model == "gpt":
+        raise ConfigError(
+            f"model_options {' '.join(words)} are for a custom model, not for --model gpt",
+            fix="set --model my_module:my_model, or use the options of the GPT, such as --n_layers",
+        )
+    return tuple(option_words(plugin_options(words)))
+
+
 def option_words(options: Mapping[str, Any]) -> list[str]:
     """The same options as words, each also a line of a TOML table."""
     return [f"{key}={toml_value(value)}" for key, value in options.items()]

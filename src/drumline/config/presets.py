@@ -12,17 +12,12 @@ from drumline.config.facts import did_you_mean
 from drumline.config.model import GPTConfig, GPTOptions, ModelSettings, Recipe
 from drumline.config.settings import LENGTHS, BatchConfig, OptimConfig, TrainConfig
 from drumline.errors import UsageError
+from drumline.lazy import room
 
 CLASSIC: dict[str, Any] = {}
 """GPT-2's family is GPTConfig's default."""
 
-MODERN: dict[str, Any] = {
-    "positions": "rope",
-    "norm": "rmsnorm",
-    "activation": "relu2",
-    "qk_norm": True,
-    "bias": False,
-}
+MODERN: dict[str, Any] = {"positions": "rope", "norm": "rmsnorm", "activation": "relu2", "qk_norm": True, "bias": False}
 
 
 RECIPES: dict[Recipe, dict[str, Any]] = {
@@ -62,6 +57,7 @@ RECIPES: dict[Recipe, dict[str, Any]] = {
         "grad_clip": 0.0,
     },
 }
+RECIPES["portable"] = {**RECIPES["modern"], "softcap": 0.0, "value_tables": 0, "smear": False}
 """The settings of each recipe; model settings that it does not list have GPTConfig's defaults. See docs/recipe.md."""
 HEAD_LR_WIDTH = 768
 """The width that a recipe's `head_lr` is for: the learning rate is inversely proportional to it."""
@@ -114,7 +110,6 @@ PRESETS: dict[str, Preset] = {
         recipe="modern",
         context=256,
         vocab_size=2048,
-        batch_size=8,
         lr=2e-3,
         # Attention is an eighth of the FLOPs at 256 tokens: shorter contexts would save little.
         adjusted={"short_contexts": 0.0},
@@ -127,7 +122,14 @@ PRESETS: dict[str, Preset] = {
 }
 
 
+PRETRAINED = "pretrained"
+"""The preset of a model from elsewhere, which has its own shape: small steps, so that it forgets little."""
+_PRETRAINED = Preset(shape={}, family={}, recipe="classic", lr=1e-4, muon_lr=0.002)
+
+
 def preset(name: str) -> Preset:
+    if name == PRETRAINED:
+        return _PRETRAINED
     if name not in PRESETS:
         hint = did_you_mean(name, PRESETS, flag="--preset ", otherwise="")
         raise UsageError(f"there is no preset {name!r}", fix=f"{hint} choose one of: {', '.join(PRESETS)}".lstrip())
@@ -145,8 +147,14 @@ def filled(section: Section, defaults: dict[str, Any]) -> Section:
 
 def with_preset(config: TrainConfig) -> TrainConfig:
     """The same config with everything resolved that the preset and its recipe determine."""
+    if config.model.init_from is not None and config.model.preset != PRETRAINED:
+        config = room("huggingface").with_architecture(config)
     chosen = preset(config.model.preset)
     name = config.model.recipe or chosen.recipe
+    if name == "portable":
+        from drumline.config.portable import as_portable
+
+        chosen = as_portable(chosen)
     recipe = {**RECIPES[name], **chosen.adjusted}
     gpt = {**asdict(GPTConfig()), **recipe, **chosen.shape, **chosen.family, "context": chosen.context, "recipe": name}
     model = filled(config.model, gpt)

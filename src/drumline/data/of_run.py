@@ -38,7 +38,8 @@ GPT2_IDS, GPT2_VOCABULARY = 50257, 50304
 
 def with_vocabulary(config: TrainConfig) -> TrainConfig:
     """Unless one was given: a vocabulary for the ids of another trainer's files, if the preset's is too small."""
-    given = config.data.vocab_size is not None or config.data.tokenizer is not None
+    of_model = config.data.tokenizer or config.model.init_from
+    given = config.data.vocab_size is not None or of_model is not None
     largest = None if given else largest_id(config.data)
     if largest is None or largest < preset(config.model.preset).vocab_size:
         return config
@@ -67,6 +68,11 @@ def reopened(config: TrainConfig, folder: RunFolder, *, progress: ProgressCallba
     """The data of a run that has a data.json."""
     began, data = origin(folder), config.data
     stored = stored_config(folder)
+    if stored and data.tokenizer and data.tokenizer == stored.data.tokenizer and folder.tokenizer.exists():
+        # The run's own copy: the file may be gone, as in the folder of a model that the run began from.
+        data = replace(data, tokenizer=str(folder.tokenizer))
+        stored = replace(stored, data=replace(stored.data, tokenizer=data.tokenizer))
+        config = replace(config, data=data)
     changed = stored is None or replace(stored.data, data_dir="") != replace(data, data_dir="")
     if changed or is_tokens(data.train_data_path) or not began.get("sha256"):
         return open_data(config, progress=progress)

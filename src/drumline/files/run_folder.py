@@ -32,6 +32,8 @@ class RunFolder:
         self.path = path
         self.config = path / "config.toml"
         self.tokenizer = path / "tokenizer.json"
+        self.pretrained = path / "pretrained"
+        """Small files of the Hugging Face model that the run began from, which an export gives back."""
         self.data = path / "data.json"
         """Where the data are, and which: to find them again from another folder or on another machine."""
         self.checkpoints = path / "checkpoints"

@@ -46,6 +46,7 @@ def undo(folder: RunFolder, before: Contents, missing: Sequence[Path]) -> None:
         folder.lock,
         folder.checkpoints,
         folder.tensorboard,
+        folder.pretrained,
         folder.path / "wandb",
     ):
         with suppress(OSError):

@@ -10,6 +10,7 @@ from drumline.lazy import public
 
 if TYPE_CHECKING:
     from drumline.generate.inference import evaluate_run, sample_run
+    from drumline.generate.loading import FoundRun, find_run
     from drumline.generate.sample import VISIBLE, SampleConfig, can_write, generate
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

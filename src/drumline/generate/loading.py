@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from drumline.checkpoint import carried, newest_readable, open_checkpoint, open_single_file
+from drumline.checkpoint import Checkpoint, carried, newest_readable, open_checkpoint, open_single_file
 from drumline.checkpoint import load as load_checkpoint
 from drumline.config import TrainConfig, from_settings
 from drumline.data import Tokenizer
@@ -16,6 +16,28 @@ from drumline.errors import CheckpointError
 from drumline.files import RunFolder, check_code, run_of, stored_config
 from drumline.model import build_model
 from drumline.report import to_stderr
+
+
+@dataclass(frozen=True)
+class FoundRun:
+    """A run and its verified checkpoint; the model is not built yet."""
+
+    folder: RunFolder
+    config: TrainConfig
+    checkpoint: Checkpoint
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    warnings: tuple[str, ...] = ()
+    """About newer checkpoints, which are damaged."""
+
+    @property
+    def step(self) -> int:
+        return self.checkpoint.step
+
+    def model(self) -> nn.Module:
+        model = build_model(self.config, vocab_size=self.vocab_size)
+        load_checkpoint(self.checkpoint, model=model, optimizer=None)
+        return model
 
 
 @dataclass(frozen=True)
@@ -33,8 +55,16 @@ def load_run(path: Path, *, trusts: bool = False) -> LoadedRun:
 
     trusts: run the code that its config names, even if this user has not used it before
     """
+    run = find_run(path, trusts=trusts)
+    for problem in run.warnings:
+        to_stderr(f"warning: {problem}")
+    return LoadedRun(run.folder, run.config, run.step, run.model(), run.tokenizer, run.vocab_size)
+
+
+def find_run(path: Path, *, trusts: bool = False) -> FoundRun:
+    """What `load_run` loads."""
     if path.suffix == ".pt" and path.is_file():
-        return _load_file(path, trusts=trusts)
+        return _find_file(path, trusts=trusts)
     folder = run_of(path)
     config = stored_config(folder)
     if folder.trainer.exists():
@@ -54,17 +84,13 @@ def load_run(path: Path, *, trusts: bool = False) -> LoadedRun:
         raise CheckpointError(f"the run {path} has no valid checkpoint", fix=fix, details=damaged)
     if checkpoint is None:
         raise CheckpointError(f"the run {path} has no checkpoint yet", fix="train until its first save (--save_every)")
-    for problem in damaged:
-        to_stderr(f"warning: {problem}; using {checkpoint.path.name} instead")
     tokenizer = Tokenizer.load(folder.tokenizer) if folder.tokenizer.exists() else None
     vocab_size = tokenizer.vocab_size if tokenizer else int(checkpoint.state.facts.get("vocab_size") or 0)
-    vocab_size = vocab_size or config.data.vocab_size
-    model = build_model(config, vocab_size=vocab_size)
-    load_checkpoint(checkpoint, model=model, optimizer=None)
-    return LoadedRun(folder, config, checkpoint.step, model, tokenizer, vocab_size)
+    warnings = tuple(f"{problem}; using {checkpoint.path.name} instead" for problem in damaged)
+    return FoundRun(folder, config, checkpoint, tokenizer, vocab_size or config.data.vocab_size, warnings)
 
 
-def _load_file(path: Path, *, trusts: bool) -> LoadedRun:
+def _find_file(path: Path, *, trusts: bool) -> FoundRun:
     checkpoint, extras = open_single_file(path), carried(path)
     if "settings" not in extras:
         raise CheckpointError(
@@ -74,6 +100,4 @@ def _load_file(path: Path, *, trusts: bool) -> LoadedRun:
     check_code({"model": config.model.model}, path, trusts=trusts)
     tokenizer = Tokenizer(extras["tokenizer"].encode(), origin=str(path)) if "tokenizer" in extras else None
     vocab_size = tokenizer.vocab_size if tokenizer else config.data.vocab_size or 0
-    model = build_model(config, vocab_size=vocab_size)
-    load_checkpoint(checkpoint, model=model, optimizer=None)
-    return LoadedRun(RunFolder(path), config, checkpoint.step, model, tokenizer, vocab_size)
+    return FoundRun(RunFolder(path), config, checkpoint, tokenizer, vocab_size)

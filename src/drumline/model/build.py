@@ -12,8 +12,9 @@ _VOCAB_MULTIPLE = 64
 
 def build_model(config: TrainConfig, *, vocab_size: int) -> nn.Module:
     """The model of a resolved config, with newly initialized weights; seed torch first."""
-    padded = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE  # matmuls are faster with round sizes
-    shape = gpt_config(config.model, vocab_size=padded)
+    rows = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE  # matmuls are faster with round sizes
+    # A model from elsewhere keeps its own: rows that it never had would have logits of 0, more than most others.
+    shape = gpt_config(config.model, vocab_size=(config.model.init_from and config.data.vocab_size) or rows)
     if config.model.model == "gpt":
         return GPT(shape)
     from drumline.model.plugin import checked_plugin

@@ -25,7 +25,8 @@ def flops_per_token(model: nn.Module, *, context: int) -> float:
     if isinstance(model, GPT):
         tied = model.token_embedding.weight.numel() if model.head is None else 0
         weights = num_parameters(model, embedding=False) + tied
-        return 6.0 * weights + 12.0 * model.config.n_layers * model.config.d_model * context
+        attended = model.config.n_layers * model.config.n_heads * model.config.head_width
+        return 6.0 * weights + 12.0 * attended * context
     tables = _tables(model)
     return 6.0 * sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in tables)
 

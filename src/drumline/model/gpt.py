@@ -200,9 +200,9 @@ class CausalSelfAttention(nn.Module):
         self.row_parts = tuple(heads * self.head_width for heads in (self.n_heads, self.kv_heads, self.kv_heads))
         """Row counts of the queries, keys and values in qkv's weight."""
         self.qkv = nn.Linear(config.d_model, sum(self.row_parts), bias=config.bias)
-        self.query_norm = RMSNorm(config.head_width, weights=config.norm_weights) if config.qk_norm else None
-        self.key_norm = RMSNorm(config.head_width, weights=config.norm_weights) if config.qk_norm else None
-        self.out = nn.Linear(config.d_model, config.d_model, bias=config.bias)
+        self.query_norm = RMSNorm(config.head_width, config) if config.qk_norm else None
+        self.key_norm = RMSNorm(config.head_width, config) if config.qk_norm else None
+        self.out = nn.Linear(self.row_parts[0], config.d_model, bias=config.bias)
 
     def forward(
         self,
@@ -237,7 +237,7 @@ class CausalSelfAttention(nn.Module):
             is_causal=mask is None and q.size(2) > 1,  # a single query is the newest token: it attends to every key
             enable_gqa=self.kv_heads != self.n_heads,  # query head h uses key/value head h * K // H
         )  # (B, H, T, W)
-        merged = y.transpose(1, 2).flatten(2)  # (B, T, D)
+        merged = y.transpose(1, 2).flatten(2)  # (B, T, H W)
         output: Tensor = self.out(merged)
         return output
 
@@ -259,7 +259,7 @@ class FeedForward(nn.Module):
         elif self.activation == "relu2":
             inner = F.relu(self.up(x)).square()
         else:
-            inner = F.gelu(self.up(x), approximate="tanh")
+            inner = F.gelu(self.up(x), approximate="tanh" if self.activation == "gelu" else "none")
         output: Tensor = self.down(inner)
         return output
 
@@ -267,8 +267,8 @@ class FeedForward(nn.Module):
 class RMSNorm(nn.RMSNorm):
     """RMSNorm, with an optional learned weight."""
 
-    def __init__(self, width: int, *, weights: bool = True) -> None:
-        super().__init__(width, eps=1e-6, elementwise_affine=weights)
+    def __init__(self, width: int, config: GPTConfig) -> None:
+        super().__init__(width, eps=config.norm_eps or 1e-6, elementwise_affine=config.norm_weights)
 
     def forward(self, x: Tensor) -> Tensor:
         # Under autocast, x may be bfloat16 and the weight float32, for which torch has no fused kernel.
@@ -294,8 +294,8 @@ def initial_std(name: str, config: GPTConfig) -> float:
 
 def make_norm(config: GPTConfig, width: int) -> nn.Module:
     if config.norm == "rmsnorm":
-        return RMSNorm(width, weights=config.norm_weights)
-    return nn.LayerNorm(width, eps=1e-5, elementwise_affine=config.norm_weights, bias=config.bias)
+        return RMSNorm(width, config)
+    return nn.LayerNorm(width, config.norm_eps or 1e-5, elementwise_affine=config.norm_weights, bias=config.bias)
 
 
 class KVCache:

@@ -16,7 +16,7 @@ from drumline.config import GPTConfig
 def rope_table(config: GPTConfig) -> Tensor:
     """Cosines and sines of the rotary angles: float32 (2, positions, W / 2), on the CPU: a GPU rounds otherwise."""
     pairs = torch.arange(0, config.head_width, 2, dtype=torch.float32, device="cpu")  # (W / 2)
-    turns_per_token = 1.0 / config.rope_theta ** (pairs / config.head_width)
+    turns_per_token = 1.0 / (config.rope_theta or 10_000.0) ** (pairs / config.head_width)
     places = torch.arange(config.max_position_embeddings, dtype=torch.float32, device="cpu")
     angles = torch.outer(places, turns_per_token)  # (positions, W / 2)
     return torch.stack((angles.cos(), angles.sin()))

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from drumline.files import run_folders, run_state, stalled_share
+from drumline.files import RunFolder, run_folders, run_state, stalled_share
 from drumline.report.records import read_metrics
 
 
@@ -30,6 +30,13 @@ def list_runs(where: Path) -> Iterator[dict[str, Any]]:
             "updated": status.get("updated", ""),
             "cause": status.get("cause"),
         }
+
+
+def last_records(folder: RunFolder, *keys: str, step: int) -> dict[str, tuple[int, float]]:
+    """The last value of each key up to a step, with its own step; keys without one are missing."""
+    records = [record for record in read_metrics(folder.metrics) if record["step"] <= step]
+    steps = {key: [each["step"] for each in records if isinstance(each.get(key), int | float)] for key in keys}
+    return {key: (own[-1], float(_last(records, key) or 0.0)) for key, own in steps.items() if own}
 
 
 def _last(records: list[dict[str, Any]], key: str) -> float | None:

@@ -74,6 +74,8 @@ def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
         config, total_steps = _with_length(config, folder, data, world)
         records = world.on_all_ranks(lambda: _open_records(config, folder, data, world))
         open_parts.callback(records.close)
+        if config.model.init_from is not None:
+            open_parts.enter_context(room("huggingface").started_from(config, folder, data, world, records.say))
         setup = _setup(config, folder, data, world, total_steps=total_steps, goes_on=stored is not None)
         intervals = _intervals(config, total_steps=total_steps)
         records.say("\n".join(introduction(config, data, setup, total_steps=total_steps)))
@@ -112,7 +114,7 @@ def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
 
 def _stored(folder: RunFolder, world: World) -> TrainConfig | None:
     """The config that the run was started with, as rank 0 finds it: other hosts may not see the folder."""
-    if not world.on_rank0(folder.config.exists):
+    if not world.on_rank0(lambda: folder.config.exists() and folder.read_status().get("state") != "imported"):
         return None
     from drumline.config import from_settings
     from drumline.files import stored_settings

@@ -45,6 +45,8 @@ def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: 
         f"lr     {lr}",
         f"steps  {total_steps:,}, which is {total_steps * plan.sequences / batches.items:.2f} epochs{short}",
     ]
+    if config.model.positions == "rope" or config.model.recipe == "modern":
+        lines.append(f"export {room('huggingface').export_note(config.model)}")
     if "LOCAL_WORLD_SIZE" in os.environ or config.batch.minutes or os.getloadavg()[0] > (os.cpu_count() or 1):
         from drumline.train.advice import advice
 

@@ -1,0 +1,72 @@
+"""What lies beside the weights: config.json, generation_config.json, and the files of the tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from drumline import __version__
+from drumline.config import GPTConfig
+from drumline.data import TOKENIZER, Tokenizer
+from drumline.huggingface.families import Family, config_json
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+KEPT = (
+    CONFIG,
+    GENERATION,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
+"""Files of a model that a run began from, which it keeps and gives back."""
+
+
+def write_companions(
+    folder: Path, family: Family, config: GPTConfig, *, dtype: str, tokenizer: Tokenizer | None, kept: Path
+) -> None:
+    """kept: the folder with the files of the model that the run began from, if it began from one"""
+    original = read_json(kept / CONFIG) if (kept / CONFIG).exists() else {}
+    end = None if tokenizer is None else tokenizer.end_of_text
+    ids = {"bos_token_id": end, "eos_token_id": end}
+    content = {**ids, **original, **config_json(family, config), "torch_dtype": dtype, "dtype": dtype}
+    content.pop("_name_or_path", None)
+    if original and config.positions == "rope":  # trained on with a shorter context, it still has all its positions
+        content["max_position_embeddings"] = original["max_position_embeddings"]
+    content["drumline_version"] = __version__
+    _write(folder / CONFIG, content)
+    # Batches of prompts are padded with some token: the end of a text is one that no prompt has.
+    _write(folder / GENERATION, {**ids, "pad_token_id": end} if end is not None else ids)
+    if tokenizer is not None:
+        tokenizer.save(folder / TOKENIZER)
+        _write(folder / "tokenizer_config.json", _tokenizer_config(tokenizer, context=config.max_position_embeddings))
+    for name in KEPT[1:]:
+        if (kept / name).exists():
+            shutil.copyfile(kept / name, folder / name)
+
+
+def _tokenizer_config(tokenizer: Tokenizer, *, context: int) -> dict[str, Any]:
+    end = tokenizer.decode([tokenizer.end_of_text])
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": context,
+        "bos_token": end,
+        "eos_token": end,
+        "pad_token": end,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; {} for anything else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
