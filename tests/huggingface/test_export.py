@@ -58,6 +58,7 @@ def test_transformers_computes_the_same_from_an_exported_run(
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "models/mine")
+    assert tokenizer.model_input_names == ["input_ids", "attention_mask"]
     prompt = tokenizer("the drum", return_tensors="pt")
     text = tokenizer.decode(model.generate(**prompt, max_new_tokens=8, do_sample=False)[0])
     assert run_command(["sample", "run", "--prompt", "the drum", "--temperature", "0", "--max_tokens", "8"]) == 0

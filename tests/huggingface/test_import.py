@@ -4,16 +4,19 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.launchers import rank_process
 from helpers.pretrained import CLASSES, tensors_in, written
 from helpers.small import small
-from helpers.warm import run_warm
+from helpers.warm import Warm, run_warm
 from safetensors.torch import save_file
 
 from drumline.checkpoint.checkpoints import checkpoint_paths
@@ -60,6 +63,17 @@ def test_what_is_imported_and_exported_has_the_same_bytes_in_every_tensor(
     assert (here / "back/tokenizer.json").read_bytes() == (here / "elsewhere/tokenizer.json").read_bytes()
 
 
+def test_names_without_the_prefix_and_buffers_of_old_versions_are_read(here: Path) -> None:
+    """As in the files of GPT-2 itself."""
+    model = written(here / "model", "GPT2")
+    assert run_command(["import", "model", "-o", "run"]) == 0
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors_in(model).items()}
+    save_file({**bare, "h.0.attn.bias": torch.ones(1, 1, 32, 32)}, model / "model.safetensors")
+    assert run_command(["import", "model", "-o", "again"]) == 0
+    first, second = (load_run(Path(run)).model.state_dict() for run in ("run", "again"))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
 @pytest.mark.parametrize("name", ["GPT2", "Qwen3"])
 def test_a_run_begins_with_the_logits_of_the_model(name: str, here: Path) -> None:
     from transformers import AutoModelForCausalLM
@@ -74,15 +88,26 @@ def test_a_run_begins_with_the_logits_of_the_model(name: str, here: Path) -> Non
 
 
 @pytest.mark.long
-def test_one_and_two_ranks_and_an_imported_run_end_with_the_same_bits(here: Path) -> None:
+@pytest.mark.needs_shm
+def test_one_rank_two_of_which_one_is_killed_and_an_imported_run_end_with_the_same_bits(here: Path) -> None:
     written(here / "model", "Llama")
-    assert run_command(["train", "--init_from", "model", *TRAINING, "--run_dir", "one"]) == 0
-    words = ["train", "--init_from", "model", *TRAINING, "--run_dir", "two", "--nproc", "2"]
-    done = run_warm([sys.executable, "-m", "drumline", *words], cwd=here, timeout=180)
-    assert done.returncode == 0, done.stderr
+    longer = [*TRAINING, "--total_steps", "60", "--save_every", "100", "--eval_every", "100", "--log_every", "1"]
+    assert run_command(["train", "--init_from", "model", *longer, "--run_dir", "one"]) == 0
     assert run_command(["import", "model", "-o", "three"]) == 0
-    assert run_command(["train", *TRAINING, "--run_dir", "three"]) == 0
+    words = ["train", "--init_from", "model", *longer, "--run_dir", "two", "--nproc", "2"]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with Warm([sys.executable, "-m", "drumline", *words], cwd=here, **streams) as process:
+        assert process.stdout is not None
+        said = list(takewhile(lambda line: " 5/60 | loss" not in line, process.stdout))
+        (here / "model").rename("elsewhere")  # a restart does not need it
+        rank_process(process.pid, 1).kill()
+        said += process.communicate(timeout=120)[0].splitlines()
+    assert process.returncode == 0 and any("was killed by SIGKILL" in line for line in said), said
+    assert run_command(["train", *longer, "--run_dir", "three"]) == 0
     assert sha256("one") == sha256("two") == sha256("three")
+    assert run_command(["export", "two", "-o", "out"]) == 0
+    before, after = tensors_in(here / "elsewhere"), tensors_in(here / "out")
+    assert before.keys() == after.keys() and not all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_run_that_goes_on_needs_its_model_no_more_and_ends_with_the_same_bits(

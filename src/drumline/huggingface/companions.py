@@ -52,6 +52,7 @@ def _tokenizer_config(tokenizer: Tokenizer, *, context: int) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": context,
+        "model_input_names": ["input_ids", "attention_mask"],  # older versions add one that these models do not take
         "bos_token": end,
         "eos_token": end,
         "pad_token": end,

@@ -50,9 +50,14 @@ class StoredTensors:
         return name in self._files
 
     def read(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            return tensor
+        try:
+            with safe_open(self._files[name], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+        except Exception as error:  # gone since, as a checkpoint of a run that goes on
+            raise CheckpointError(
+                f"{name} in {self._files[name]} cannot be read ({error})", fix="run the same command again"
+            ) from None
 
 
 @dataclass(frozen=True)
