@@ -128,6 +128,28 @@ def test_a_run_that_goes_on_needs_its_model_no_more_and_ends_with_the_same_bits(
         assert sha256(f"from-{kept}") == sha256("whole")
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_reads_its_model_again_or_says_that_it_cannot(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(here / "model", "GPT2")
+    words = ["train", "--init_from", "model", "--run_dir", "run", *TRAINING]
+    assert run_command(words) == 0
+    wanted = sha256("run")
+
+    def damage() -> None:
+        for path in checkpoint_paths(RunFolder(Path("run")).checkpoints):
+            (path / "run.json").write_text("harm")
+
+    damage()
+    assert run_command(words) == 0
+    assert "no valid checkpoint is left: starting again from step 0" in capsys.readouterr().out
+    assert sha256("run") == wanted
+    damage()
+    shutil.move("model", "elsewhere")
+    assert run_command(words) == 1
+    assert "model" in capsys.readouterr().err
+
+
 def test_settings_of_the_optimizer_are_free_and_those_of_the_model_are_its_own(here: Path) -> None:
     written(here / "model", "Qwen3")
     flags = ["--optimizer", "muon", "--recipe", "modern", "--dropout", "0.1", "--n_kv_heads", "2", "--head_dim", "8"]

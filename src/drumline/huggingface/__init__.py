@@ -13,6 +13,6 @@ from drumline.lazy import public
 if TYPE_CHECKING:
     from drumline.huggingface.exporting import Exported, export_run
     from drumline.huggingface.families import FAMILIES, export_note, native_family
-    from drumline.huggingface.importing import import_model, started_from, with_architecture
+    from drumline.huggingface.importing import begin_again, import_model, started_from, with_architecture
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import tokenizers
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from drumline.checkpoint import RunState, checkpoint_paths, commit
+from drumline.checkpoint import RunState, checkpoint_paths, commit, load, open_checkpoint, weights
 from drumline.config import PRETRAINED as PRESET
 from drumline.config import GPTConfig, TrainConfig, to_toml, with_preset
 from drumline.data import Data, Tokenizer, is_tokens
@@ -137,6 +137,17 @@ def _begin(config: TrainConfig, folder: RunFolder, data: Data, say: Callable[[st
     cut = source.config.positions == "learned" and context < positions
     say(f"from   {name}: {source.family.name}" + (f", {context} of its {positions} positions" if cut else ""))
     return list(map(str, made))
+
+
+def begin_again(config: TrainConfig, folder: RunFolder, model: nn.Module, world: World) -> None:
+    """No valid checkpoint is left: the weights are those of the model that the run began from."""
+
+    def read() -> None:
+        path = write_model(open_source(str(config.model.init_from)), folder, context=config.model.context or 1)
+        load(open_checkpoint(path), model=model, optimizer=None)
+
+    world.on_rank0(read)
+    world.broadcast(list(weights(model).values()))
 
 
 def _check_positions(checkpoint: Path, config: TrainConfig) -> None:

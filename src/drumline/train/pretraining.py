@@ -207,6 +207,8 @@ def _setup(
         from drumline.model import uninitialized
 
         model, initialize = uninitialized(make, world.device)
+        if config.model.init_from is not None:
+            initialize = partial(room("huggingface").begin_again, config, folder, model, world)
     else:
         model = make()
     facts = {"train_data": data.train.sha256 or f"{len(data.train)} tokens", "vocab_size": data.vocab_size}
