@@ -195,6 +195,23 @@ def test_a_flag_that_contradicts_the_model_is_refused_and_nothing_is_written(
     assert (here / "run").exists() == (way == "import")
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--run_dir", "old"], "old is a run that did not begin with model"),
+        (
+            ["--run_dir", "new", "--resume_from", "old"],
+            "--resume_from old and --init_from model both say where to begin",
+        ),
+    ],
+)
+def test_a_run_begins_in_one_way(flags: list[str], said: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(here / "model", "GPT2")
+    assert run_command(["train", *small("--train_data_path", "text", "--run_dir", "old")]) == 0
+    assert run_command(["train", "--init_from", "model", *flags]) == 1
+    assert said in capsys.readouterr().err and not (here / "new").exists()
+
+
 def test_an_imported_model_with_learned_positions_keeps_them_all(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

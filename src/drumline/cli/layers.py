@@ -20,7 +20,11 @@ def file_layers(words: Sequence[str]) -> list[Dict]:
     if config:
         files.append((Path(config), _settings(Path(config), words)))
     run_dir = flag(words, "run_dir") or (files[0][1].get("run_dir") if files else None)
-    resume_from = flag(words, "resume_from")
+    resume_from, init_from = flag(words, "resume_from"), flag(words, "init_from")
+    if init_from is not None and resume_from not in (None, "auto"):
+        raise ConfigError(
+            f"--resume_from {resume_from} and --init_from {init_from} both say where to begin", fix="give one of them"
+        )
     if run_dir and RunFolder(Path(run_dir)).trainer.exists():
         raise ConfigError(
             f"{run_dir} was trained by a script with Trainer",

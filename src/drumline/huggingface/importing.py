@@ -21,7 +21,7 @@ from drumline.config import PRETRAINED as PRESET
 from drumline.config import GPTConfig, TrainConfig, to_toml, with_preset
 from drumline.data import Data, Tokenizer, is_tokens
 from drumline.errors import CheckpointError, ConfigError
-from drumline.files import RunFolder, flush, replace_text
+from drumline.files import RunFolder, flush, replace_text, stored_config
 from drumline.huggingface.companions import CONFIG, KEPT
 from drumline.huggingface.families import sizes
 from drumline.huggingface.sources import Source, Tensors, folder_source, inside, open_source
@@ -46,6 +46,7 @@ def with_architecture(config: TrainConfig) -> TrainConfig:
         source = folder_source(config.model.init_from, kept.pretrained)
         tokenizer = kept.tokenizer if kept.tokenizer.exists() else None
     else:
+        _check_unbegun(kept, config.model.init_from)
         source = open_source(config.model.init_from)
         tokenizer = source.tokenizer
     if config.model.preset not in (PRESET, TrainConfig().model.preset):
@@ -73,6 +74,15 @@ def with_architecture(config: TrainConfig) -> TrainConfig:
         model=replace(config.model, preset=PRESET, context=context, **options),
         data=replace(config.data, tokenizer=wanted, vocab_size=source.config.vocab_size),
     )
+
+
+def _check_unbegun(run: RunFolder | None, name: str) -> None:
+    stored = stored_config(run) if run is not None else None
+    if run is not None and stored is not None and stored.model.init_from != name:
+        raise ConfigError(
+            f"{run.path} is a run that did not begin with {name}",
+            fix="choose another --run_dir for a new run, or drop --init_from to resume this one",
+        )
 
 
 def _default_context(config: GPTConfig) -> int:
