@@ -25,7 +25,7 @@ PROCESS = SimpleNamespace(is_ours=False)
 COMMANDS = {
     "drumline.cli.prepare:prepare": "Tokenize text into .bin files, in the format of nanoGPT.",
     "drumline.cli.train:train": "Train a model. Without arguments: a small GPT on Python source code.",
-    "drumline.cli.generate:evaluate": "Validation loss, perplexity and bits per byte of a run's newest checkpoint.",
+    "drumline.cli.generate:evaluate": "Validation loss of a run's newest checkpoint, or its results in tasks.",
     "drumline.cli.generate:sample": "Generate text with a run's newest checkpoint.",
     "drumline.cli.runs:export": "Export a run as a Hugging Face model, or list which settings are which class.",
     "drumline.cli.runs:import_": "Make a run of a Hugging Face model, or of nanoGPT's ckpt.pt, without training.",

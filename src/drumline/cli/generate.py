@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from drumline.config import Device
+from drumline.errors import ConfigError
 
 
 def evaluate(
@@ -16,11 +17,18 @@ def evaluate(
     *,
     data: str | None = None,
     split: Literal["train", "valid"] = "valid",
+    tasks: str | None = None,
+    limit: int | None = None,
+    num_fewshot: int | None = None,
+    include_path: Path | None = None,
     batch_size: int = 8,
     device: Device = "auto",
     trust: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
-    """Validation loss, perplexity and bits per byte of a run's newest checkpoint.
+    """Validation loss of a run's newest checkpoint, or its results in tasks.
+
+    The loss with perplexity and bits per byte; with --tasks, a table that is also
+    written to evals/ in the run folder.
 
     Parameters
     ----------
@@ -30,6 +38,14 @@ def evaluate(
         Tokens to evaluate on: a prepared folder or .bin file with the run's tokenizer. Default: the run's data.
     split
         Split of a prepared folder.
+    tasks
+        builtin (made from the held-out text), or tasks of lm-evaluation-harness, separated by commas.
+    limit
+        Items per task, at most.
+    num_fewshot
+        Examples in the prompt of each item. Default: the task's.
+    include_path
+        Folder with your own tasks for lm-evaluation-harness (.yaml).
     batch_size
         Sequences per batch.
     device
@@ -37,6 +53,22 @@ def evaluate(
     trust
         Run installed code that the config of a run from elsewhere names (package.module:name).
     """
+    if tasks is not None:
+        from drumline.evals import TaskSettings, evaluate_tasks, rows_of
+        from drumline.report import print_table
+
+        settings = TaskSettings(
+            tasks=tasks, limit=limit, num_fewshot=num_fewshot, include_path=include_path, data=data, split=split
+        )
+        step, results, stored = evaluate_tasks(run, settings, batch_size=batch_size, device=device, trusts=trust)
+        print(f"{run} at step {step:,}:")
+        print_table(["task", "metric", "value", "stderr", "items"], rows_of(results))
+        if stored is not None:
+            print(f"written to {stored}")
+        return 0
+    for name, value in (("limit", limit), ("num_fewshot", num_fewshot), ("include_path", include_path)):
+        if value is not None:
+            raise ConfigError(f"--{name} {value} is for tasks, and none is named", fix="add --tasks builtin, or others")
     from drumline.generate import evaluate_run
 
     step, evaluation = evaluate_run(run, data=data, split=split, batch_size=batch_size, device=device, trusts=trust)

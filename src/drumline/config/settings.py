@@ -170,6 +170,8 @@ class RunConfig:
     """Steps between evaluations. Default: a tenth of the run."""
     eval_windows: int = setting(128, may_change=True)
     """Validation sequences per evaluation during training; `drumline evaluate` uses all of them."""
+    eval_tasks: str | None = setting(None, may_change=True)
+    """builtin: also measure tasks made from the validation data at each evaluation. Default: none."""
     save_every: int | None = setting(None, may_change=True)
     """Steps between checkpoints. Default: a tenth of the run."""
     snapshot_every: int | Literal["auto"] = setting("auto", may_change=True)

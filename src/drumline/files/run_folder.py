@@ -42,6 +42,8 @@ class RunFolder:
         self.events = path / "events.jsonl"
         """Events besides steps: saves, restarts, skipped data, disk problems."""
         self.status = path / "status.json"
+        self.evals = path / "evals"
+        """Results of tasks, by step."""
         self.loss_plot = path / "loss.png"
         self.tensorboard = path / "tensorboard"
         self.trainer = path / "trainer.json"

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.generate.inference import evaluate_run, sample_run
-    from drumline.generate.loading import FoundRun, find_run
-    from drumline.generate.sample import VISIBLE, SampleConfig, can_write, generate
+    from drumline.generate.inference import evaluate_run, held_out, sample_run, tokenizer_of
+    from drumline.generate.loading import FoundRun, find_run, load_run
+    from drumline.generate.sample import VISIBLE, SampleConfig, can_write, choose, generate
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drumline.config import Device
-from drumline.data import open_data, open_tokens
+from drumline.data import TokenFile, Tokenizer, open_data, open_tokens
 from drumline.errors import ConfigError
 from drumline.files import DATA, check_code
-from drumline.generate.loading import load_run
+from drumline.generate.loading import LoadedRun, load_run
 from drumline.generate.sample import SampleConfig, can_write
 from drumline.generate.streaming import sample_text
 from drumline.model import token_objective
@@ -25,20 +25,7 @@ def evaluate_run(
     """The step of a run's newest checkpoint, and its loss over all of `data`, or over the run's validation data."""
     run = load_run(path, trusts=trusts)
     where = pick_device(device)
-    if data is not None:
-        tokens = open_tokens(data, split=split, vocab_size=run.vocab_size, dtype=run.config.data.data_dtype)
-    else:
-        check_code({name: getattr(run.config.data, name) for name in DATA}, run.folder.path, trusts=trusts)
-        with preparing() as progress:
-            own = open_data(run.config, run=run.folder, progress=progress)
-        if own.note:
-            to_stderr(own.note.removeprefix("; "))
-        chosen = own.valid if split == "valid" else own.train
-        if chosen is None:
-            raise ConfigError(
-                f"the run {path} has no validation data", fix="choose tokens to evaluate on: --data FOLDER or FILE.bin"
-            )
-        tokens = chosen
+    tokens = held_out(run, path, data=data, split=split, trusts=trusts)
     context = run.config.model.context
     assert context is not None
     batches = math.ceil(math.ceil((len(tokens) - 1) / context) / batch_size)
@@ -57,14 +44,39 @@ def evaluate_run(
     return run.step, evaluation
 
 
+def held_out(run: LoadedRun, path: Path, *, data: str | None, split: str, trusts: bool) -> TokenFile:
+    """The tokens to evaluate a run on: a split of `data`, or of the run's own. path: the run, as the user wrote it"""
+    if data is not None:
+        return open_tokens(data, split=split, vocab_size=run.vocab_size, dtype=run.config.data.data_dtype)
+    check_code({name: getattr(run.config.data, name) for name in DATA}, run.folder.path, trusts=trusts)
+    with preparing() as progress:
+        own = open_data(run.config, run=run.folder, progress=progress)
+    if own.note:
+        to_stderr(own.note.removeprefix("; "))
+    chosen = own.valid if split == "valid" else own.train
+    if chosen is None:
+        raise ConfigError(
+            f"the run {path} has no validation data", fix="choose tokens to evaluate on: --data FOLDER or FILE.bin"
+        )
+    return chosen
+
+
 def sample_run(
     path: Path, prompt: str, settings: SampleConfig, *, device: Device, trusts: bool = False
 ) -> Iterator[str]:
     """The prompt, then the text that the run's newest checkpoint generates, piece by piece."""
     run = load_run(path, trusts=trusts)
+    tokenizer = tokenizer_of(run, path, why="generate text")
+    model = run.model.to(pick_device(device))
+    yield prompt
+    yield from sample_text(model, tokenizer, prompt, settings, context=run.config.model.context)
+
+
+def tokenizer_of(run: LoadedRun, path: Path, *, why: str) -> Tokenizer:
+    """The tokenizer of a run whose model is to read or write text; refuses a run that cannot."""
     if run.tokenizer is None:
         raise ConfigError(
-            f"the run {path} has no {run.folder.tokenizer.name}, which is needed to generate text",
+            f"the run {path} has no {run.folder.tokenizer.name}, which is needed to {why}",
             fix="copy it from the folder of its tokens; if they are .bin files without one, train with --tokenizer",
         )
     if not can_write(run.model):
@@ -72,6 +84,4 @@ def sample_run(
             f"the model of {path}, {type(run.model).__name__}, returns no logits without targets",
             fix="let its forward take targets=None and return (logits, loss)",
         )
-    model = run.model.to(pick_device(device))
-    yield prompt
-    yield from sample_text(model, run.tokenizer, prompt, settings, context=run.config.model.context)
+    return run.tokenizer

@@ -64,7 +64,8 @@ def _measured(config: TrainConfig, setup: Setup, evaluator: Evaluator) -> tuple[
     while not setup.world.on_rank0(lambda: _is_enough(steps_s, budget_s)):
         steps_s.append(_seconds(lambda: _train(setup, len(steps_s))))
     few = config.batch.batch_size * setup.world.size  # one batch on each rank
-    evaluate = evaluator(replace(config, run=replace(config.run, eval_windows=few)), setup=setup)
+    plain = replace(config.run, eval_windows=few, eval_tasks=None)  # tasks take the same time for any number of windows
+    evaluate = evaluator(replace(config, run=plain), setup=setup)
     few_s = _seconds(lambda: evaluate(Pulse())) if evaluate else 0.0
     return setup.world.on_rank0(
         lambda: _fitting(

@@ -172,6 +172,8 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
         from drumline.report import with_epochs
 
         records.formats = with_epochs(config.batch.epochs)
+    if config.run.eval_tasks:
+        records.formats = room("evals").with_task_formats(records.formats)
     stored = to_toml(replace(config, run=replace(config.run, resume_from="auto", allow_change=())))
     if not folder.config.exists() and data.tokenizer is not None:  # a new run
         data.tokenizer.save(folder.tokenizer)
@@ -261,14 +263,12 @@ def _model(config: TrainConfig, data: Data, world: World) -> nn.Module:
 
 def _step(config: TrainConfig, model: nn.Module, batches: TokenBatches, world: World) -> Step:
     allow_tf32()
-    device, dtype = world.device, pick_dtype(config.run.dtype, world.device)
+    precision = Precision.of(world.device, pick_dtype(config.run.dtype, world.device))
     if config.run.compile:
         model.compile()
-    precision = Precision.of(device, dtype)
     strategy = make_strategy(model, batches.plan, world, bitwise=config.ranks.bitwise)
-    weight = batches.plan.sequences * batches.tokens_per_item
-    backward = Backward(token_objective, precision, weight, strategy.scale)
-    if device.type == "cuda":
+    backward = Backward(token_objective, precision, batches.plan.sequences * batches.tokens_per_item, strategy.scale)
+    if world.device.type == "cuda":
         backward = room("kernels").with_graphs(backward, model, strategy)
     optimizer = make_optimizer(model, config.optim)
     return Step(model, optimizer, strategy, backward, precision, config.optim.grad_clip or 0.0)
@@ -277,22 +277,20 @@ def _step(config: TrainConfig, model: nn.Module, batches: TokenBatches, world: W
 def _intervals(config: TrainConfig, *, total_steps: int) -> Intervals:
     run = config.run
     tenth = max(1, total_steps // 10)
-    save_every = run.save_every or tenth
     # Snapshots are for ranks that a supervisor restarts; a process without one leaves none behind.
     restarted = own_pulse().is_supervised or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    by_cost = None if restarted else 0
     return Intervals(
         total_steps=total_steps,
         log_every=config.records.log_every,
         eval_every=run.eval_every or tenth,
-        save_every=Fraction(save_every),
-        snapshot_every=by_cost if run.snapshot_every == "auto" else run.snapshot_every,
+        save_every=Fraction(run.save_every or tenth),
+        snapshot_every=(None if restarted else 0) if run.snapshot_every == "auto" else run.snapshot_every,
         compare_every=run.check_replicas_every or 0,
     )
 
 
 def _evaluator(config: TrainConfig, data: Data, setup: Setup) -> Callable[[Pulse], Record] | None:
-    tokens = data.valid
+    tokens = room("evals").data_for_tasks(config, data, setup.world) if config.run.eval_tasks else data.valid
     if tokens is None:
         return None
 
@@ -311,4 +309,4 @@ def _evaluator(config: TrainConfig, data: Data, setup: Setup) -> Callable[[Pulse
         )
         return {"valid_loss": held_out.loss, "perplexity": held_out.perplexity, "bits_per_byte": held_out.bits_per_byte}
 
-    return run
+    return room("evals").with_tasks(run, config, data, setup) if config.run.eval_tasks else run
