@@ -47,7 +47,7 @@ def test_a_run_gets_numbers_without_a_download(run: Path, capsys: pytest.Capture
     tasks = content["tasks"]
     assert content["step"] == 6 and list(tasks) == ["next_word", "multiple_choice", "documents"]
     assert (
-        tasks["next_word"]["items"] > 50 and tasks["multiple_choice"]["items"] > 20 and tasks["documents"]["items"] > 9
+        tasks["next_word"]["items"] > 50 and tasks["multiple_choice"]["items"] > 50 and tasks["documents"]["items"] > 9
     )
     accuracy, items = tasks["next_word"]["metrics"]["accuracy"], tasks["next_word"]["items"]
     error = math.sqrt(accuracy * (1 - accuracy) / (items - 1))

@@ -66,21 +66,22 @@ def _documents(tokens: TokenFile, end_of_text: int) -> Spans:
     return spans[order]
 
 
-def _passages(tokens: TokenFile, spans: Spans, scorer: Scorer, window: int, items: int) -> Iterator[str]:
-    """Random parts of documents, each document in turn."""
+def _passages(tokens: TokenFile, spans: Spans, scorer: Scorer, window: int, items: int) -> Iterator[tuple[int, str]]:
+    """Random parts of documents, each document in turn, with the position of their first token."""
     draw = random.Random(_SEED)
     for number in range(_TRIES * items):
         start, stop = map(int, spans[number % len(spans)])
         length = min(window, scorer.context, stop - start)
         first = start + draw.randrange(stop - start - length + 1)
         # A part may begin or end within a character.
-        yield scorer.tokenizer.decode(tokens.read(first, first + length).tolist()).strip("\N{REPLACEMENT CHARACTER}")
+        text = scorer.tokenizer.decode(tokens.read(first, first + length).tolist())
+        yield first, text.strip("\N{REPLACEMENT CHARACTER}")
 
 
-def _next_words(passages: Iterator[str], scorer: Scorer, most: int) -> list[Item]:
+def _next_words(passages: Iterator[tuple[int, str]], scorer: Scorer, most: int) -> list[Item]:
     draw = random.Random(_SEED)
     items: dict[tuple[str, str], Item] = {}
-    for text in passages:
+    for _, text in passages:
         words = [word for word in _WORD.finditer(text, len(text) // 2) if word.end() < len(text)]  # the last may go on
         if words and len(items) < most:
             word = draw.choice(words)
@@ -90,19 +91,19 @@ def _next_words(passages: Iterator[str], scorer: Scorer, most: int) -> list[Item
     return list(items.values())
 
 
-def _choices(passages: Iterator[str], scorer: Scorer, most: int) -> list[Item]:
+def _choices(passages: Iterator[tuple[int, str]], scorer: Scorer, most: int) -> list[Item]:
     draw = random.Random(_SEED)
-    follows: dict[str, str] = {}
-    for text in passages:
+    follows: dict[str, tuple[int, str]] = {}
+    for place, text in passages:
         words = [word.start() for word in _WORD.finditer(text)]
         count = min(_CHOICE_WORDS, len(words) // 3)
         if count and len(follows) < CHOICES:  # also with a limit: the others are needed as wrong answers
-            follows[text[: words[-1 - count]]] = text[words[-1 - count] : words[-1]]
+            end = draw.randrange(len(words) // 2 + count // 2, len(words))
+            follows[text[: words[end - count]]] = place, text[words[end - count] : words[end]]
     items = []
-    for passage, right in list(follows.items())[:most]:
-        others = sorted(
-            {text for text in follows.values() if not text.startswith(right) and not right.startswith(text)}
-        )
+    for passage, (place, right) in list(follows.items())[:most]:
+        elsewhere = {text for other, text in follows.values() if abs(other - place) > _CHOICE_WINDOW}
+        others = sorted(text for text in elsewhere if not (text.startswith(right) or right.startswith(text)))
         if len(others) >= 3:
             texts = [right, *draw.sample(others, 3)]
             pairs = tuple(scorer.encoded(passage, text) for text in texts)
