@@ -29,6 +29,8 @@ COMMANDS = {
     "drumline.cli.generate:sample": "Generate text with a run's newest checkpoint.",
     "drumline.cli.runs:export": "Export a run as a Hugging Face model, or list which settings are which class.",
     "drumline.cli.runs:import_": "Make a run of a Hugging Face model, or of nanoGPT's ckpt.pt, without training.",
+    "drumline.cli.generate:chat": "Talk to a run's newest checkpoint in the terminal.",
+    "drumline.cli.generate:serve": "Serve a run's newest checkpoint: OpenAI's API, and a page to talk to the model.",
     "drumline.cli.runs:runs": "List runs with their state and latest losses.",
     "drumline.cli.checkpoint:checkpoint": "List, verify, export or prune the checkpoints of a run.",
     "drumline.cli.bench:bench": "Measure training throughput, where step time goes, and the largest batch that fits.",

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+from torch import nn
 
 from drumline.config import Device
 from drumline.data import TokenFile, Tokenizer, open_data, open_tokens
 from drumline.errors import ConfigError
-from drumline.files import DATA, check_code
+from drumline.files import DATA, RunFolder, check_code
 from drumline.generate.loading import LoadedRun, load_run
 from drumline.generate.sample import SampleConfig, can_write
 from drumline.generate.streaming import sample_text
-from drumline.model import token_objective
+from drumline.model import GPT, token_objective
 from drumline.parallel import Place, World, pick_device, pick_dtype
 from drumline.report import preparing, progress_of, to_stderr
 from drumline.train import Evaluation, Precision, evaluate
@@ -65,11 +68,31 @@ def sample_run(
     path: Path, prompt: str, settings: SampleConfig, *, device: Device, trusts: bool = False
 ) -> Iterator[str]:
     """The prompt, then the text that the run's newest checkpoint generates, piece by piece."""
+    run = writing_run(path, device=device, trusts=trusts)
+    yield prompt
+    yield from sample_text(run.model, run.tokenizer, prompt, settings, context=run.context)
+
+
+@dataclass(frozen=True)
+class WritingRun:
+    """A model on its device, and all that it takes to let it generate text."""
+
+    folder: RunFolder
+    step: int
+    model: nn.Module
+    tokenizer: Tokenizer
+    context: int
+    """Tokens that the model can read at once."""
+
+
+def writing_run(path: Path, *, device: Device, trusts: bool = False) -> WritingRun:
+    """The newest checkpoint of a run that can generate text."""
     run = load_run(path, trusts=trusts)
     tokenizer = tokenizer_of(run, path, why="generate text")
-    model = run.model.to(pick_device(device))
-    yield prompt
-    yield from sample_text(model, tokenizer, prompt, settings, context=run.config.model.context)
+    model = run.model.to(pick_device(device)).eval()
+    context = model.config.max_position_embeddings if isinstance(model, GPT) else run.config.model.context
+    assert context is not None
+    return WritingRun(run.folder, run.step, model, tokenizer, context)
 
 
 def tokenizer_of(run: LoadedRun, path: Path, *, why: str) -> Tokenizer:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drumline.kernels import fp8 as f8
-from drumline.model import IGNORED, by_parts, cross_entropy_in_place_reference, scaled_gradients
+from drumline.model import IGNORED, by_parts, cross_entropy_reference, scaled_gradients
 
 
 def float8_linear_cross_entropy(
@@ -65,5 +65,5 @@ def cross_entropy_to_float8_reference(
 ) -> tuple[Tensor, Tensor]:
     """Like cross_entropy_to_float8."""
     values = logits.float()
-    losses = cross_entropy_in_place_reference(values, targets, softcap=softcap, gradient=True)
+    losses = cross_entropy_reference(values, targets, softcap=softcap, gradient=True)
     return losses, f8.rounded(values * scale, torch.float8_e5m2)

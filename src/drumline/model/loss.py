@@ -113,10 +113,10 @@ def _cross_entropy(logits: Tensor, targets: Tensor, *, softcap: float, gradient:
         return room("kernels").cross_entropy_in_place(  # type: ignore[no-any-return]
             logits, targets, ignored=IGNORED, softcap=softcap, gradient=gradient
         )
-    return cross_entropy_in_place_reference(logits, targets, softcap=softcap, gradient=gradient)
+    return cross_entropy_reference(logits, targets, softcap=softcap, gradient=gradient)
 
 
-def cross_entropy_in_place_reference(logits: Tensor, targets: Tensor, *, softcap: float, gradient: bool) -> Tensor:
+def cross_entropy_reference(logits: Tensor, targets: Tensor, *, softcap: float, gradient: bool) -> Tensor:
     """Like kernels.cross_entropy_in_place, for any dtype and device."""
     values = capped(logits.float(), softcap)
     log_chances = torch.log_softmax(values, dim=-1)

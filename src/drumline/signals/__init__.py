@@ -9,6 +9,7 @@ The only place that handles signals; each kind of process in its own way:
     the training loop       stops after this step, with all saved  exits immediately; ignored under a supervisor,
                             (`stopping`)                           which kills ranks that do not stop
     a supervisor, `launch`  asks its ranks or hosts to stop        kills them (`counting`)
+    `serve`                 answers what was asked before          exits without that (`counting`)
 
 A process started by nohup continues without its terminal: if SIGHUP is ignored, it stays ignored.
 """

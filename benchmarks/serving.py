@@ -1,0 +1,129 @@
+"""Tokens per second of generated text: `generate`, the engine of `drumline serve`, and transformers' generate.
+
+    python benchmarks/serving.py            # GPT-2's shape, random weights, batch 1 and 8, greedy
+
+All three have the same weights and prompts and take turns, so that what else the machine does slows all of them. The
+texts must be equal. Needs transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+
+import torch
+from header import header
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from drumline.config.model import GPTConfig
+from drumline.generate.engine import Engine, Reason, Request, Scored
+from drumline.generate.sample import SampleConfig, generate
+from drumline.model.gpt import GPT
+
+PROMPT_TOKENS = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=64, help="tokens per text (default 64)")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default 3; the best one counts)")
+    arguments = parser.parse_args()
+    ours, theirs = models()
+    header()
+    print(f"load      {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} threads")
+    print(f"GPT-2 shape, float32, {PROMPT_TOKENS} tokens of prompt, {arguments.tokens} generated, greedy")
+    for batch in (1, 8):
+        generator = torch.Generator().manual_seed(batch)
+        prompts = torch.randint(50257, (batch, PROMPT_TOKENS), generator=generator).tolist()
+        ways: dict[str, Callable[[], list[list[int]]]] = {
+            "transformers": lambda p=prompts: by_transformers(theirs, p, arguments.tokens),  # type: ignore[misc]
+            "engine": lambda p=prompts: by_engine(ours, p, arguments.tokens),  # type: ignore[misc]
+        }
+        if batch == 1:
+            ways["generate"] = lambda p=prompts: by_generate(ours, p, arguments.tokens)  # type: ignore[misc]
+        seconds, texts = dict.fromkeys(ways, float("inf")), {}
+        for _ in range(arguments.rounds):
+            for name, way in ways.items():
+                began_s = time.perf_counter()
+                texts[name] = way()
+                seconds[name] = min(seconds[name], time.perf_counter() - began_s)
+        for name, took_s in seconds.items():
+            ratio = seconds["transformers"] / took_s
+            same = "" if texts[name] == texts["transformers"] else ", OTHER TEXT"
+            speed = batch * arguments.tokens / took_s
+            print(f"batch {batch}: {name:12} {speed:7.1f} tokens/s, {ratio:.2f}x{same}")
+    print(f"load      {os.getloadavg()[0]:.1f}")
+
+
+def models() -> tuple[GPT, GPT2LMHeadModel]:
+    """The same weights twice. Large ones, so that the likeliest token is clearly the likeliest."""
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(initializer_range=0.06, bos_token_id=None, eos_token_id=None)).eval()
+    ours = GPT(GPTConfig()).eval()
+    state = theirs.transformer.state_dict()
+    names = {
+        "token_embedding": "wte",
+        "position_embedding": "wpe",
+        "final_norm": "ln_f",
+        "attention_norm": "ln_1",
+        "attention.qkv": "attn.c_attn",
+        "attention.out": "attn.c_proj",
+        "feed_forward_norm": "ln_2",
+        "feed_forward.up": "mlp.c_fc",
+        "feed_forward.down": "mlp.c_proj",
+    }
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            path, _, kind = name.rpartition(".")
+            block, number, part = path.split(".", 2) if path.startswith("blocks.") else ("", "", path)
+            value = state[f"{f'h.{number}.' if block else ''}{names[part]}.{kind}"]
+            parameter.copy_(value.T if kind == "weight" and "." in part else value)
+    return ours, theirs
+
+
+def by_transformers(model: GPT2LMHeadModel, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    ids = torch.tensor(prompts)
+    with torch.inference_mode():
+        written = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=tokens, max_new_tokens=tokens
+        )
+    return [row[PROMPT_TOKENS:] for row in written.tolist()]
+
+
+def by_generate(model: GPT, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    settings = SampleConfig(temperature=0.0, max_tokens=tokens)
+    return [list(generate(model, prompt, settings, end_of_text=None)) for prompt in prompts]
+
+
+class Collected:
+    """A reader that keeps the ids."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def prompt_scored(self, tokens: list[Scored]) -> None:
+        """Not asked for."""
+
+    def token(self, token: Scored) -> bool:
+        self.ids.append(token.token)
+        return True
+
+    def ended(self, reason: Reason) -> None:
+        """All are there."""
+
+
+def by_engine(model: GPT, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    engine = Engine(model, slots=len(prompts), context=model.config.max_position_embeddings, ends=())
+    settings = SampleConfig(temperature=0.0)
+    readers = [Collected() for _ in prompts]
+    for prompt, reader in zip(prompts, readers, strict=True):
+        engine.submit(Request(prompt=prompt, settings=settings, max_tokens=tokens, reader=reader))
+    while engine.active or engine.waiting:
+        engine.step()
+    return [reader.ids for reader in readers]
+
+
+if __name__ == "__main__":
+    main()
