@@ -13,13 +13,15 @@ from torch.utils.data import TensorDataset
 from drumline import Trainer
 from drumline.cli.app import run_command
 from drumline.config.model import GPTConfig
+from drumline.files.verified import STAMPS
 
 Files = dict[str, bytes | None]
 
 
 def files(folder: Path) -> Files:
-    """Every file and folder with its bytes."""
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+    """Every file and folder with its bytes, but for when prepared data were verified last."""
+    found = (path for path in folder.rglob("*") if path.name != STAMPS)
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in found}
 
 
 class Mean(nn.Module):
