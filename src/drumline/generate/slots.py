@@ -109,8 +109,9 @@ class CachedSlots:
         if min(lengths) + 1 < longest:
             mask = (torch.arange(longest, device=device) <= places[:, None])[:, None, None]  # (A, 1, 1, L)
         extra_values = model.extra_values(input_ids)
+        where = lengths[0] if min(lengths) == max(lengths) else places  # a slice is written faster than an index
         for layer, block in enumerate(model.blocks):
-            x = block(x, rope, mask, _NewTokens(self._rooms[layer], places, longest), extra_values.get(layer))
+            x = block(x, rope, mask, _NewTokens(self._rooms[layer], where, longest), extra_values.get(layer))
         for slot, is_ready in enumerate(ready):
             self._lengths[slot] += is_ready
         return model.logits(model.final_norm(x)[:, -1])
@@ -126,20 +127,24 @@ class _SlotCache(KVCache):
 
 
 class _NewTokens:
-    """One layer, in a call with one token of each text, whose keys and values go to places (A) of their own.
+    """One layer, in a call with one token of each text, whose keys and values go to places (A) of their own, or to one.
 
     What a slot that is not ready gets is overwritten when its text goes on.
     """
 
-    def __init__(self, room: Tensor, places: Tensor, longest: int) -> None:
+    def __init__(self, room: Tensor, places: Tensor | int, longest: int) -> None:
         self._room, self._places, self._longest = room, places, longest
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append 2 x (A, K, 1, W); returns all cached keys and values, as views of 2 x (A, K, L, W)."""
         keys, values = self._room[:, : len(k)]
-        rows = torch.arange(len(k), device=k.device)
-        keys[rows, :, self._places] = k[:, :, 0]
-        values[rows, :, self._places] = v[:, :, 0]
+        if isinstance(self._places, int):
+            keys[:, :, self._places] = k[:, :, 0]
+            values[:, :, self._places] = v[:, :, 0]
+        else:
+            rows = torch.arange(len(k), device=k.device)
+            keys[rows, :, self._places] = k[:, :, 0]
+            values[rows, :, self._places] = v[:, :, 0]
         return keys[:, :, : self._longest], values[:, :, : self._longest]
 
 
