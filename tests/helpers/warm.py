@@ -190,7 +190,9 @@ class _Server:
             socket.send_fds(self._ours, [json.dumps(what).encode()], list(streams))
             while "started" not in (answer := self._receive()):
                 pass
-            return int(answer["started"])
+            pid = int(answer["started"])
+            self._ended.pop(pid, None)  # of an earlier process: numbers are used again
+            return pid
 
     def status(self, pid: int, *, wait: bool) -> int | None:
         """How a process ended, as waitpid has it."""
