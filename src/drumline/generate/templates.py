@@ -14,7 +14,7 @@ from typing import Any
 
 import tokenizers
 
-from drumline.data import Tokenizer
+from drumline.data import TOKENIZER, Tokenizer
 from drumline.errors import DataError
 
 Message = Mapping[str, str]
@@ -39,7 +39,7 @@ class ChatTemplate:
             return
         self._template = _compiled(source, folder)
         self._names = {name: _text_of(settings.get(name)) for name in ("bos_token", "eos_token")}
-        self._inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._inner = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER))
         self._inner.no_truncation()
         self._specials = [token.content for token in self._inner.get_added_tokens_decoder().values() if token.special]
         end = self._inner.token_to_id(self._names["eos_token"])
