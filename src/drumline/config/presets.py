@@ -20,44 +20,16 @@ CLASSIC: dict[str, Any] = {}
 MODERN: dict[str, Any] = {"positions": "rope", "norm": "rmsnorm", "activation": "relu2", "qk_norm": True, "bias": False}
 
 
+_ADAMW = {"optimizer": "adamw", "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_clip": 1.0}
+_MUON = {"optimizer": "muon", "beta1": 0.8, "beta2": 0.95, "eps": 1e-10, "weight_decay": 0.0, "grad_clip": 0.0}
+_COSINE = {"schedule": "cosine", "min_lr_ratio": 0.1, "decay_fraction": 0.2}
+_WSD = {"schedule": "wsd", "warmup_steps": 0, "min_lr_ratio": 0.0, "decay_fraction": 0.5}
+_UNTIED = {"tie_embeddings": False, "init": "zero", "norm_weights": False, "embedding_lr": 0.4, "head_lr": 0.003}
 RECIPES: dict[Recipe, dict[str, Any]] = {
-    "classic": {
-        "short_contexts": 0.0,
-        "optimizer": "adamw",
-        "schedule": "cosine",
-        "min_lr_ratio": 0.1,
-        "decay_fraction": 0.2,
-        "weight_decay": 0.1,
-        "momentum": 0.9,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 1e-8,
-        "grad_clip": 1.0,
-    },
-    "modern": {
-        "tie_embeddings": False,
-        "init": "zero",
-        "norm_weights": False,
-        "softcap": 15.0,
-        "value_tables": 3,
-        "smear": True,
-        "short_contexts": 0.5,
-        "optimizer": "muon",
-        "embedding_lr": 0.4,
-        "head_lr": 0.003,
-        "schedule": "wsd",
-        "warmup_steps": 0,
-        "min_lr_ratio": 0.0,
-        "decay_fraction": 0.5,
-        "weight_decay": 0.0,
-        "momentum": 0.9,
-        "beta1": 0.8,
-        "beta2": 0.95,
-        "eps": 1e-10,
-        "grad_clip": 0.0,
-    },
+    "classic": {"short_contexts": 0.0, "momentum": 0.9, **_ADAMW, **_COSINE},
+    "portable": {"short_contexts": 0.5, "momentum": 0.9, **_MUON, **_WSD, **_UNTIED},
 }
-RECIPES["portable"] = {**RECIPES["modern"], "softcap": 0.0, "value_tables": 0, "smear": False}
+RECIPES["modern"] = {**RECIPES["portable"], "softcap": 15.0, "value_tables": 3, "smear": True}
 """The settings of each recipe; model settings that it does not list have GPTConfig's defaults. See docs/recipe.md."""
 HEAD_LR_WIDTH = 768
 """The width that a recipe's `head_lr` is for: the learning rate is inversely proportional to it."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from drumline.checkpoint import Saver, find_snapshots
 from drumline.errors import TrainingError
-from drumline.files import Journal
-from drumline.parallel import Pulse, own_pulse, versions
-from drumline.report import Record, Records
+from drumline.files import Journal, RunFolder
+from drumline.parallel import Pulse, World, own_pulse, versions
+from drumline.report import Record, Records, Sparing
 from drumline.signals import stopping
 from drumline.train.guard import Guard, ReplicaDriftError
 from drumline.train.history import History
@@ -54,12 +54,20 @@ def assembled(
             saver=saver,
             guard=guard,
             records=records,
+            lanes=Sparing(lambda *times: _lanes(folder, world, records, *times)),
             pulse=pulse,
             pace=pace,
             stop=stop,
             compare_replicas=compare,
             evaluate=partial(evaluate, pulse) if evaluate else None,
         )
+
+
+def _lanes(folder: RunFolder, world: World, records: Records, *times: Any) -> None:
+    if world.is_rank0:
+        from drumline.report import write_lanes
+
+        write_lanes(folder, world, records, *times)
 
 
 Tell = Callable[[str, dict[str, Any]], None]

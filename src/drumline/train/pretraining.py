@@ -23,7 +23,7 @@ from drumline.lazy import room
 from drumline.model import build_model, token_objective
 from drumline.optim import learning_rate, make_optimizer, scaled
 from drumline.parallel import Pulse, World, allow_tf32, join, leave, make_strategy, own_pulse, pick_dtype
-from drumline.report import JsonlSink, Record, Records, preparing
+from drumline.report import JsonlSink, Record, Records, Sparing, preparing, with_epochs
 from drumline.train.assembly import assembled
 from drumline.train.evaluation import evaluate
 from drumline.train.guard import GuardRules
@@ -78,6 +78,8 @@ def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
             open_parts.enter_context(room("huggingface").started_from(config, folder, data, world, records.say))
         setup = _setup(config, folder, data, world, total_steps=total_steps, goes_on=stored is not None)
         intervals = _intervals(config, total_steps=total_steps)
+        if world.is_rank0 and data.tokenizer is not None:
+            setup.evaluated = Sparing(partial(_sample, config, data, setup, records))
         records.say("\n".join(introduction(config, data, setup, total_steps=total_steps)))
         with assembled(setup, intervals, records, evaluate=_evaluator(config, data, setup)) as loop:
             result = loop.run()
@@ -169,8 +171,6 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
 
         add_trackers(records, config.records, folder, settings=asdict(config))
     if config.batch.epochs is not None:
-        from drumline.report import with_epochs
-
         records.formats = with_epochs(config.batch.epochs)
     if config.run.eval_tasks:
         records.formats = room("evals").with_task_formats(records.formats)
@@ -287,6 +287,12 @@ def _intervals(config: TrainConfig, *, total_steps: int) -> Intervals:
         snapshot_every=(None if restarted else 0) if run.snapshot_every == "auto" else run.snapshot_every,
         compare_every=run.check_replicas_every or 0,
     )
+
+
+def _sample(config: TrainConfig, data: Data, setup: Setup, records: Records, step: int) -> None:
+    prompt, context, run = config.records.sample_prompt, config.model.context, (setup.folder, records)
+    write = partial(room("generate").write_sample, prompt=prompt, seed=config.run.seed, context=context)
+    write(setup.step.model, data.tokenizer, *run, step=step)
 
 
 def _evaluator(config: TrainConfig, data: Data, setup: Setup) -> Callable[[Pulse], Record] | None:

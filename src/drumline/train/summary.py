@@ -89,7 +89,9 @@ def _show_results(config: TrainConfig, data: Data, setup: Setup, records: Record
         ids = generate.generate(
             setup.step.model, tokenizer.encode(prompt), settings, end_of_text=tokenizer.end_of_text, context=context
         )
-        text = (prompt + tokenizer.decode(list(ids))).translate(generate.VISIBLE)
+        text = tokenizer.decode(list(ids))
+        records.line(folder.samples, {"step": result.step, "prompt": prompt, "text": text})
+        text = (prompt + text).translate(generate.VISIBLE)
         records.say("\n".join(["\nsample:", *(f"  | {line}" for line in text.splitlines())]))
         example = ["--prompt", "def "] if config.data.train_data_path == "builtin" else []
         next_steps.insert(0, command("sample", folder.path, *example))
