@@ -302,9 +302,9 @@ class Supervisor:
         beats = [read_pulse(self._attempt, rank) for rank in self._ranks.codes()]
         return max([int(saved), *(beat.step for beat in beats if beat is not None)])
 
-    def _tell_run(self, event_name: str, cause: Cause) -> None:
+    def _tell_run(self, what: str, cause: Cause) -> None:
         """In events.jsonl, beside what its ranks wrote, and for programs that follow this one."""
-        event = {"event": event_name, "attempt": self._attempts, "world_size": self._size, "cause": cause.as_dict()}
+        event = {"event": what, "attempt": self._attempts, "world_size": self._size, "cause": cause.as_dict()}
         publish(event)
         path = self._run_dir()
         if path is not None and path.is_dir() and self._first == 0:

@@ -43,8 +43,8 @@ class Journal:
             write = partial(self._folder.write_status, state, step=step, total_steps=total_steps, **more)
             self._attempt(str(self._folder.status), write)
             self.step = step
-            if state != "running":
-                self.event(state, step=step, **{key: more[key] for key in ("cause",) if key in more})
+            if state in ("finished", "stopped"):
+                self.event(state, step=step)
 
 
 def now() -> str:

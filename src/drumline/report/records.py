@@ -13,7 +13,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -73,6 +73,7 @@ class Records:
     def write(self, record: Record) -> None:
         self.say(format_record(record, total_steps=self._total_steps, formats=self.formats))
         record = timed(record)
+        self.show(record)
         for sink in list(self.sinks):
             self.later(_name(sink), partial(self._give, sink, partial(sink.write, record)))
 
@@ -84,6 +85,11 @@ class Records:
         """After each step, logged or not: moves the progress bar."""
         if self._bar is not None:
             self._bar.at(step)
+
+    def show(self, facts: Mapping[str, Any]) -> None:
+        """A record or an event, below the progress bar."""
+        if self._bar is not None:
+            self._bar.show(facts)
 
     def say(self, message: str) -> None:
         """Print a message: console and train.log."""

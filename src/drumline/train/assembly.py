@@ -78,6 +78,7 @@ def _tell(records: Records, journal: Journal, intervals: Intervals, message: str
     if message:
         records.say(message)
     journal.event(**event)
+    records.show(event)
     if event["event"] == "saved" and event["step"] < intervals.total_steps:  # else the last status follows
         journal.status("running", step=event["step"], total_steps=intervals.total_steps)
 
@@ -117,5 +118,10 @@ def _failures_named(journal: Journal, intervals: Intervals) -> Iterator[None]:
         if journal.step is not None:
             from drumline.train.trouble import how_it_ended
 
-            journal.status(step=journal.step, total_steps=intervals.total_steps, **how_it_ended(error))
+            ended = how_it_ended(error)
+            journal.status(step=journal.step, total_steps=intervals.total_steps, **ended)
+            if (
+                ended["state"] == "failed" and not own_pulse().is_supervised
+            ):  # else the supervisor knows the first cause
+                journal.event("failed", step=journal.step, what=ended["cause"])
         raise

@@ -60,7 +60,7 @@ class History:
         origin = {"from": "checkpoint" if on_disk or self._setup.resume_from != "auto" else "snapshot"} if state else {}
         about = {"world_size": self.world.size, "hosts": self.world.gather(socket.gethostname()), "pid": os.getpid()}
         about |= {"device": device_name(self.world.device), "versions": versions()}
-        self._journal.event("resumed" if state else "started", step=step, **origin, **about)
+        self.tell("", {"event": "resumed" if state else "started", "step": step, **origin, **about})
         if on_disk:
             self.saver.saved_step = step
         elif self._setup.resume_from != "auto" or (step == 0 and self._guard.rules.may_go_back):
