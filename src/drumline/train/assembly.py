@@ -122,6 +122,6 @@ def _failures_named(journal: Journal, intervals: Intervals) -> Iterator[None]:
             journal.status(step=journal.step, total_steps=intervals.total_steps, **ended)
             if (
                 ended["state"] == "failed" and not own_pulse().is_supervised
-            ):  # else the supervisor knows the first cause
+            ):  # else the supervisor tells
                 journal.event("failed", step=journal.step, what=ended["cause"])
         raise
