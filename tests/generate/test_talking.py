@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drumline.chats.templates import ChatTemplate
 from drumline.data.tokenizer import Tokenizer
 from drumline.errors import DataError
 from drumline.generate.stops import StoppingText
-from drumline.generate.templates import ChatTemplate
 
 BYTES = Tokenizer.train(["aab ab aab 鼓 " * 20], vocab_size=270)
 TEMPLATE = (
