@@ -116,9 +116,19 @@ class ChatFormat:
             if not conversations or not prompt.startswith(done):
                 conversations.append([])
                 done = ""
-            conversations[-1] += [(prompt[len(done) :], False), (answered[len(prompt) :], True)]
-            done = answered
+            answer = self._answer(answered[len(prompt) :], message["content"].strip())
+            conversations[-1] += [(prompt[len(done) :], False), (answer, True)]
+            done = prompt + answer
         return conversations
+
+    def _answer(self, text: str, content: str) -> str:
+        """What the template writes for an answer, up to the special token that ends it, or to its content's end."""
+        end = text.find(content) + len(content) if content in text else 0
+        ends = [(text.index(special, end), special) for special in self._specials if special in text[end:]]
+        if ends:
+            place, special = min(ends)
+            return text[: place + len(special)]
+        return text[:end] if end else text
 
     def _check(self, messages: Sequence[Message]) -> None:
         for message in messages:
@@ -200,7 +210,7 @@ class ChatTemplate:
             ((*_, (answer, _)),) = self.format.conversations(
                 [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
             )
-            ends += [token for token in self._encode([answer])[0] if token in self._specials][-1:]
+            ends += [token for token in self._encode([answer])[0][-1:] if token in self._specials]
         return ends
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -213,21 +223,17 @@ class ChatTemplate:
         return [token for part in self._encode(self.format.prompt(messages)) for token in part]
 
     def encode_to_train(self, pieces: Sequence[Piece]) -> Encoded:
-        """A conversation of `ChatFormat.conversations`. The last special token of an answer ends it, or end-of-text."""
+        """A conversation of `ChatFormat.conversations`. An answer ends with a special token, or with end-of-text."""
         ids: list[int] = []
         targets: list[int] = []
         is_open = False
         for (_, is_answer), part in zip(pieces, self._encode([text for text, _ in pieces]), strict=True):
-            ends = [place for place, token in enumerate(part, start=1) if token in self._specials]
-            counted = 0 if not is_answer else ends[-1] if ends else len(part)
-            targets += [COUNTS] * counted + [PASSED] * (len(part) - counted)
+            targets += [COUNTS if is_answer else PASSED] * len(part)
             if is_open and part:
                 targets[len(ids)] = ENDS
             ids += part
-            is_open = (is_answer and not ends) or (is_open and not part)
-        while targets and targets[-1] == PASSED:  # nothing comes after the last answer
-            del ids[-1], targets[-1]
-        if not is_open and ids[-1:] == [self._tokenizer.end_of_text]:
+            is_open = (is_answer and part[-1] not in self._specials) or (is_open and not part)
+        if ids[-1:] == [self._tokenizer.end_of_text]:  # which comes after every conversation
             del ids[-1], targets[-1]
             is_open = True
         return Encoded(ids, [*targets, COUNTS if is_open else PASSED])
