@@ -37,8 +37,10 @@ class DataConfig:
     """Integers in .bin files of other trainers. auto: from their header, else uint16, if they look like it."""
     valid_fraction: float = setting(0.02, may_change=True)
     """Fraction of the documents to hold out if there is no validation data."""
+    format: Literal["text", "chat"] = "text"
+    """text, or chat: rows of messages (role and content), with the loss over the assistant's tokens only."""
     field: str = setting("text", may_change=True)
-    """Field of .jsonl, .json and .parquet rows that contains the text."""
+    """Field of .jsonl, .json and .parquet rows that contains the text. Default with --format chat: messages."""
     on_error: OnError = setting("stop", may_change=True)
     """Unreadable text: stop at the first error, or skip it and report how much was skipped."""
     tokenizer: str | None = setting(None, may_change=True, per_host=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 from drumline.config import SHORT_PARTS, BatchConfig
 from drumline.data.tokens import TokenFile
 from drumline.errors import ConfigError, DataError
+from drumline.lazy import room
 from drumline.units import counted
 
 _ROUNDS = 8
@@ -178,14 +179,11 @@ class TokenBatches:
             )
         self._end_of_text = tokens.end_of_text if document_mask else None
 
-    def micro_batch(self, step: int, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def micro_batch(self, step: int, index: int) -> tuple[Any, ...]:
         """inputs int64 (B, T), targets int64 (B, T), document ids int64 (B, T) or None"""
         windows = visits(self, self._seed, step, index).tolist()
-        inputs, targets, documents = window_batch(
-            self._tokens, windows, context=self._context, end_of_text=self._end_of_text
-        )
-        rows = (-1, self.context_of(step))
-        return inputs.reshape(rows), targets.reshape(rows), None if documents is None else documents.reshape(rows)
+        batch = window_batch(self._tokens, windows, context=self._context, end_of_text=self._end_of_text)
+        return tuple(None if part is None else part.reshape(-1, self.context_of(step)) for part in batch)
 
     def context_of(self, step: int) -> int:
         """Sequence length in this step."""
@@ -201,6 +199,8 @@ def window_batch(
     tokens: TokenFile, windows: Sequence[int], *, context: int, end_of_text: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Windows as (inputs, targets, document ids); a file's last window may be short: its missing targets are -100."""
+    if tokens.targets is not None:
+        return room("chats").packed_batch(tokens, windows, context=context)  # type: ignore[no-any-return]
     rows = np.full((len(windows), context + 1), -100, dtype=np.int64)
     for row, window in zip(rows, windows, strict=True):
         read = tokens.read(window * context, min(len(tokens), (window + 1) * context + 1))

@@ -20,6 +20,7 @@ from drumline.data.opening import (
     LARGEST_HIGH_HALF,
     SCAN_TOKENS,
     has_tokens,
+    holds_chats,
     open_token_data,
     open_tokens,
     read_manifest,
@@ -34,6 +35,19 @@ from drumline.files import RunFolder, origin, stored_config
 from drumline.units import count
 
 GPT2_IDS, GPT2_VOCABULARY = 50257, 50304
+
+
+def with_token_facts(config: TrainConfig) -> TrainConfig:
+    """What the token files of a config say: their format, and unless it was given, a vocabulary for their ids."""
+    is_chat = holds_chats(config.data.train_data_path)
+    if config.data.format == "chat" and not is_chat:
+        raise DataError(
+            f"{config.data.train_data_path} has tokens of plain text, not of conversations",
+            fix="tokenize conversations: drumline prepare FILE --format chat --out FOLDER; or drop --format chat",
+        )
+    if is_chat:
+        config = replace(config, data=replace(config.data, format="chat"))
+    return with_vocabulary(config)
 
 
 def with_vocabulary(config: TrainConfig) -> TrainConfig:

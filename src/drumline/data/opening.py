@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ from drumline.data.tokens import (
 )
 from drumline.errors import DataError
 from drumline.files import Parts, verify
+from drumline.lazy import room
 
 UNFINISHED = re.compile(r".+\.partial-\w+-\d+")
 """The name of a folder that is being written: NAME.partial-HOST-PID."""
@@ -98,6 +99,12 @@ def open_token_data(data: DataConfig, prepared: Prepared | None) -> Data:
     valid = None
     if valid_path is not None:
         valid = open_tokens(valid_path, split="valid", vocab_size=vocab_size, dtype=dtype)
+        if (train.targets is None) != (valid.targets is None):
+            kinds = ["plain text" if each.targets is None else "conversations" for each in (train, valid)]
+            raise DataError(
+                f"{train.path} has tokens of {kinds[0]}, but {valid.path} of {kinds[1]}",
+                fix="prepare both with --format chat, or both without",
+            )
     return Data(train, valid, tokenizer, vocab_size, Skipped())
 
 
@@ -115,18 +122,33 @@ def _open_prepared(folder: Path, split: str, *, vocab_size: int | None) -> Token
             fix=f"use --vocab_size {manifest.vocab_size}, or tokens with a smaller vocabulary",
         )
     tokens, ends, names = split_files(split)
-    for name in (TOKENIZER, tokens, ends, names):
+    targets = [name for name in (targets_file(split),) if name in manifest.files]
+    for name in (TOKENIZER, tokens, ends, names, *targets):
         _size_checked(folder / name, manifest.files[name])
-    sha256s = {name: manifest.files[name].sha256 for name in (TOKENIZER, tokens, ends, names)}
+    sha256s = {name: manifest.files[name].sha256 for name in (TOKENIZER, tokens, ends, names, *targets)}
     parts = verify(folder, sha256s, tokenizer=TOKENIZER)
-    for name, items, width in ((tokens, record.tokens, np.dtype(manifest.dtype).itemsize), (ends, record.documents, 8)):
+    sizes = [(tokens, record.tokens, np.dtype(manifest.dtype).itemsize), (ends, record.documents, 8)]
+    for name, items, width in [*sizes, *((name, record.tokens, 1) for name in targets)]:
         if manifest.files[name].bytes != items * width or items == 0:
             raise DataError(
                 f"{folder / name} has {manifest.files[name].bytes} bytes, which is not {items} items of {width} bytes",
                 fix=f"remove {folder} and run drumline prepare again",
             )
     opened = map_split(folder, manifest, split)
+    for name in targets:
+        return room("chats").chat_tokens(opened, folder / name, parts[tokens], parts[name])  # type: ignore[no-any-return]
     return CheckedTokens.of(opened, parts[tokens])
+
+
+def targets_file(split: str) -> str:
+    """Of conversations: what each token is as a target."""
+    return f"{split}.targets.bin"
+
+
+def holds_chats(path: str | Path) -> bool:
+    """Whether a prepared folder has conversations."""
+    path = Path(path).parent if Path(path).is_file() else Path(path)
+    return (path / MANIFEST).exists() and targets_file("train") in read_manifest(path).files
 
 
 @dataclass(frozen=True)
@@ -136,10 +158,10 @@ class CheckedTokens(TokenFile):
     parts: Parts | None = None
 
     @classmethod
-    def of(cls, file: TokenFile, hashes: list[int]) -> CheckedTokens:
+    def of(cls, file: TokenFile, hashes: list[int], **more: Any) -> Self:
         parts = Parts(file.path, file.tokens.view(np.uint8).data, hashes)
         parts.check_some()
-        return cls(**{each.name: getattr(file, each.name) for each in fields(TokenFile)}, parts=parts)
+        return cls(**{each.name: getattr(file, each.name) for each in fields(TokenFile)}, parts=parts, **more)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         if self.parts is not None:

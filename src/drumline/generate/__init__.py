@@ -1,9 +1,8 @@
 """A checkpoint -> generated text and validation loss.
 
 sample: how tokens are sampled, from any model that returns logits; samples: of a model in training. streaming: their
-text as it grows; stops: up to a string. engine: many texts at the same time, each in one of the slots. templates:
-messages as a prompt; conversation: turn by turn. loading: the model of a run's newest checkpoint. inference: generate
-text with a run, or evaluate it.
+text as it grows; stops: up to a string. engine: many texts at the same time, each in one of the slots. conversation:
+turn by turn. loading: the model of a run's newest checkpoint. inference: generate text with a run, or evaluate it.
 """
 
 from typing import TYPE_CHECKING
@@ -18,6 +17,5 @@ if TYPE_CHECKING:
     from drumline.generate.sample import VISIBLE, SampleConfig, can_write, choose, generate
     from drumline.generate.samples import write_sample
     from drumline.generate.stops import StoppingText
-    from drumline.generate.templates import ROLES, ChatTemplate
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

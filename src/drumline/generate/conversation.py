@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from drumline.chats import ChatTemplate
 from drumline.generate.engine import Engine, Reason, Request, Scored
 from drumline.generate.inference import WritingRun
 from drumline.generate.sample import SampleConfig
 from drumline.generate.stops import StoppingText
-from drumline.generate.templates import ChatTemplate
 
 
 class Conversation:

@@ -31,7 +31,7 @@ def evaluate_run(
     tokens = held_out(run, path, data=data, split=split, trusts=trusts)
     context = run.config.model.context
     assert context is not None
-    batches = math.ceil(math.ceil((len(tokens) - 1) / context) / batch_size)
+    batches = math.ceil(tokens.windows(context) / batch_size)
     with progress_of("evaluating batch", total=batches) as batch_done:
         evaluation = evaluate(
             run.model.to(where),

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
+from drumline.chats import ChatTemplate
 from drumline.errors import ConfigError, DataError
-from drumline.generate import ChatTemplate, Engine, Request, WritingRun
+from drumline.generate import Engine, Request, WritingRun
 from drumline.model import GPT
 from drumline.serve.choices import Choice, Piece
 from drumline.serve.requests import ApiError, Wanted

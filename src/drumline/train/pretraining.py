@@ -96,10 +96,10 @@ def _open_data(config: TrainConfig, folder: RunFolder, world: World, progress: P
 
 def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
     """The resolved config; refuses what cannot work before any text is tokenized."""
-    if config.data.vocab_size is None and is_tokens(config.data.train_data_path):
-        from drumline.data import with_vocabulary
+    if is_tokens(config.data.train_data_path):
+        from drumline.data import with_token_facts
 
-        config = with_vocabulary(config)
+        config = with_token_facts(config)
     config = resolved(config)
     if config.model.model != "gpt":
         from drumline.model import checked_plugin
@@ -177,6 +177,7 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
     stored = to_toml(replace(config, run=replace(config.run, resume_from="auto", allow_change=())))
     if not folder.config.exists() and data.tokenizer is not None:  # a new run
         data.tokenizer.save(folder.tokenizer)
+        room("chats").keep_style(data.train, folder) if data.train.targets is not None else None
     for path, text in ((folder.data, data.origin()), (folder.config, stored)):
         if not path.exists():  # a run that could not even start is not worth resuming
             replace_text(path, text)
@@ -187,7 +188,8 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
 
 def _batches(config: TrainConfig, data: Data, *, total_steps: int) -> TokenBatches:
     assert config.model.context is not None and config.batch.short_contexts is not None
-    batches = TokenBatches(
+    make = TokenBatches if data.train.targets is None else room("chats").ChatBatches
+    batches: TokenBatches = make(
         data.train,
         plan_batches(config.batch, default_batch_size=1, world_size=1),
         context=config.model.context,

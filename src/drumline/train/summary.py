@@ -94,7 +94,7 @@ def _show_results(config: TrainConfig, data: Data, setup: Setup, records: Record
         text = (prompt + text).translate(generate.VISIBLE)
         records.say("\n".join(["\nsample:", *(f"  | {line}" for line in text.splitlines())]))
         example = ["--prompt", "def "] if config.data.train_data_path == "builtin" else []
-        next_steps.insert(0, command("sample", folder.path, *example))
+        next_steps.insert(0, command("sample" if data.train.targets is None else "chat", folder.path, *example))
     records.say(
         f"\nfinished: {folder.path} (loss curve: {folder.loss_plot})\nweights sha256 {result.weights_sha256}\n"
         + "\n  ".join(["next:", *next_steps])
