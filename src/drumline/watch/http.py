@@ -64,7 +64,8 @@ def refused(status: HTTPStatus, why: str) -> Response:
 
 async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer) -> None:
     """Answer the requests of one connection, one after the other."""
-    with suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
+    # Cancelled: the server ends. Python 3.11 would print a traceback for each page that is still open.
+    with suppress(OSError, asyncio.IncompleteReadError, TimeoutError, asyncio.CancelledError):
         wait_s = _HEAD_S
         while True:
             try:

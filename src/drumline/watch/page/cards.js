@@ -24,6 +24,7 @@ function modelCard(model) {
     h("div", { class: "scroll" }, h("table", { id: "model-parts" }, h("thead", {}, h("tr", {}, h("th", {}, t("part")), names.map((name) => h("th", { class: "number" }, t(name))))), h("tbody", {}, model.parts.slice(0, 40).map(line), line(total)))));
 }
 function dataCard(about) {
+  if (!Object.keys(about || {}).length) return card(t("data_card"), h("p", { class: "empty" }, t("no_data")));
   const splits = about.splits || {}, split = (name) => splits[name] && `${whole(splits[name].tokens)} ${t("tokens")} · ${whole(splits[name].documents)} ${t("documents")}`;
   return card(t("data_card"), pairs([[t("source"), about.source && String(about.source_key || about.source)], [t("training_split"), split("train") || (isNumber(about.tokens) && `${whole(about.tokens)} ${t("tokens")}`)], [t("valid_split"), split("valid")], [t("vocabulary"), isNumber(about.vocab_size) && whole(about.vocab_size)], [t("text"), isNumber(about.text_bytes) && bytes(about.text_bytes)], [t("folder"), about.folder], [t("sha256"), about.sha256 && h("span", { class: "mono" }, String(about.sha256))]].map(([name, value]) => [name, value || null])),
     about.folder && !about.splits && h("p", { class: "hint more" }, t("gone")),

@@ -2,6 +2,7 @@
 // Curves of one or several runs. A faint line has every extreme; with smoothing, a strong line has the means.
 const FIRST = ["lr", "grad_norm", "tokens_per_s", "samples_per_s", "mfu", "peak_memory_bytes", "skipped_steps", "perplexity", "bits_per_byte"];
 const view = { axis: memory.get("axis") || "step", smoothing: Number(memory.get("smoothing") || 0), log: memory.get("log") === "1", range: null };
+const POWERS = [...Array(50).keys()].map((power) => 2 ** power);
 const charts = new Map();
 const cursors = typeof uPlot === "undefined" ? null : uPlot.sync("curves");
 
@@ -51,7 +52,7 @@ class Chart {
       width: Math.max(80, this.plotPlace.clientWidth), height: this.height, legend: { show: false }, pxAlign: 0,
       cursor: { sync: { key: "curves", scales: ["x", null] }, y: false, drag: { x: true, y: false, setScale: false }, points: { size: 7 }, bind: { dblclick: () => () => { app.zoom(null); return null; } } },
       scales: { x: { time: false, range: (u, low, high) => view.range || (low === high ? [low - 1, high + 1] : [low, high]) }, y: view.log && this.canLog ? { distr: 3 } : {} },
-      axes: [{ ...look, size: 30, space: 64, values: (u, values) => values.map((value) => axis.axis(value)) }, { ...look, size: 58, space: 34, values: (u, values) => values.map((value) => (value == null ? "" : style.axis(value))) }],
+      axes: [{ ...look, size: 30, space: 64, values: (u, values) => values.map((value) => axis.axis(value)) }, { ...look, size: 58, space: 34, ...(this.names[0] === "peak_memory_bytes" ? { incrs: POWERS } : {}), values: (u, values) => values.map((value) => (value == null ? "" : style.axis(value))) }],
       series: [{}, ...this.lines.map((line) => ({ stroke: line.faint ? line.stroke + "55" : line.stroke, width: line.strong ? 1.8 : line.faint ? 1 : 1.4, dash: line.dash, spanGaps: true, points: { show: line.points, size: 5, fill: line.stroke, stroke: line.stroke } }))],
       hooks: { setCursor: [(u) => this.tell(u.cursor.idx)], setSelect: [(u) => { const { left, width } = u.select; if (width > 4) app.zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]); u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false); }], drawClear: this.marks ? [(u) => this.drawMarks(u)] : [] },
     };

@@ -30,7 +30,7 @@ function labelRows(g, layout, count, slow) {
   const severalHosts = new Set(layout.rows.map((row) => row.host)).size > 1; let last = -99;
   for (const row of layout.rows) {
     const marked = slow.has(row.first) || (layout.perRow > 1 && [...Array(row.end - row.first).keys()].some((i) => slow.has(row.first + i)));
-    if (marked) { g.fillStyle = css("--bad"); g.fillRect(LABELS - 5, row.y, 3, Math.max(2, layout.height - (layout.height > 4 ? 1 : 0))); }
+    if (marked) { g.fillStyle = css("--bad"); g.fillRect(LABELS - 6, row.y - (layout.height < 4 ? 2 : 0), 4, Math.max(5, layout.height - 1)); }
     const text = layout.height >= 11 ? `${t("rank")} ${row.first}` : severalHosts && row.opens ? String(row.host ?? "").slice(0, 14) : row.first % 64 === 0 ? `${t("rank")} ${row.first}` : null;
     if (text && row.y - last >= 11) { g.fillStyle = css(marked && layout.height >= 11 ? "--bad" : "--muted"); g.fillText(text, LABELS - 10, row.y + Math.max(layout.height / 2, 5), LABELS - 12); last = row.y; }
   }
