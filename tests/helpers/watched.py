@@ -69,7 +69,12 @@ def make_run(
     for step in range(every, steps + 1, every):
         records.append(step_record(step, seed=seed))
         if step % (every * 10) == 0:
-            evaluation = {"step": step, "valid_loss": 2.4 + 5.4 * math.exp(-step / 400), "bits_per_byte": 0.9, "eval_s": 1}
+            evaluation = {
+                "step": step,
+                "valid_loss": 2.4 + 5.4 * math.exp(-step / 400),
+                "bits_per_byte": 0.9,
+                "eval_s": 1,
+            }
             records.append(evaluation | {"time": records[-1]["time"]})
             text = "the quick brown fox\n    return self.jumps(over=dog)  # at last"
             append(folder / "samples.jsonl", {"step": step, "time": BEGIN + step, "prompt": "def ", "text": text})
@@ -77,7 +82,14 @@ def make_run(
     names = [hosts[rank * len(hosts) // ranks] for rank in range(ranks)]
     middle = steps // 2
     versions = {"drumline": "0.1.0", "torch": "2.13.0", "python": "3.11.7"}
-    started = {"event": "started", "world_size": ranks, "hosts": names, "device": "cuda", "versions": versions, "pid": 1}
+    started = {
+        "event": "started",
+        "world_size": ranks,
+        "hosts": names,
+        "device": "cuda",
+        "versions": versions,
+        "pid": 1,
+    }
     cause = {"host": names[-1], "rank": ranks - 1, "pid": 7, "step": middle + 6, "kind": "signal", "what": "SIGKILL"}
     fault = {"event": "restart", "attempt": 2, "cause": {**cause, "trace": "Traceback: in step"}, "world_size": ranks}
     at = BEGIN + 30 + middle * 0.36
@@ -85,7 +97,13 @@ def make_run(
         folder / "events.jsonl",
         {**started, "step": 0, "time": iso(BEGIN)},
         *(
-            {"event": "snapshot", "step": step, "bytes": 1 << 30, "stall_s": 0.004, "time": iso(BEGIN + 30 + step * 0.36)}
+            {
+                "event": "snapshot",
+                "step": step,
+                "bytes": 1 << 30,
+                "stall_s": 0.004,
+                "time": iso(BEGIN + 30 + step * 0.36),
+            }
             for step in range(50, middle, 50)
         ),
         {**fault, "time": iso(at + 5), "stacks": "rank 1:\n  in all_reduce"},

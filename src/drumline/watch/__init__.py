@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.watch.goodput import goodput
     from drumline.watch.library import Library
     from drumline.watch.report_file import write_png, write_report
     from drumline.watch.server import WatchConfig, serve_page

@@ -32,7 +32,7 @@ class Attempt:
     is_over: bool = False
 
 
-def goodput(
+def time_spent(
     events: list[dict[str, Any]], *, steps: Floats, times: Floats, eval_s: float, stall_s: float, now: float | None
 ) -> dict[str, Any] | None:
     """Seconds of each part, which add up to `total`; None if the run has no times.

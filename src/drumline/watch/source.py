@@ -18,7 +18,7 @@ from drumline.files import RunFolder
 from drumline.watch import cards
 from drumline.watch.columns import Columns, Floats, parse_lines
 from drumline.watch.events import EventLog, number_of
-from drumline.watch.goodput import goodput
+from drumline.watch.goodput import time_spent
 from drumline.watch.lines import LineReader
 from drumline.watch.ranks import RankRecords
 from drumline.watch.thinning import curve
@@ -200,7 +200,7 @@ class RunSource:
         """Where the time went."""
         stalls = sum(self.events.totals[name].stall_s for name in ("saved", "snapshot") if name in self.events.totals)
         state = self.state()
-        return goodput(
+        return time_spent(
             self.events.events(),
             steps=self.train.column("step"),
             times=self.train.column("time"),

@@ -6,9 +6,11 @@ const POWERS = [...Array(50).keys()].map((power) => 2 ** power);
 const charts = new Map();
 const cursors = typeof uPlot === "undefined" ? null : uPlot.sync("curves");
 
+// From both ends, so that the smooth line does not lag behind.
 function smoothed(y, weight) {
-  let sum = 0, norm = 0;
-  return y.map((value) => { sum = sum * weight + value; norm = norm * weight + 1; return sum / norm; });
+  const pass = (values) => { let sum = 0, norm = 0; return values.map((value) => { sum = sum * weight + value; norm = norm * weight + 1; return sum / norm; }); };
+  const forward = pass(y), backward = pass([...y].reverse()).reverse();
+  return forward.map((value, index) => (value + backward[index]) / 2);
 }
 // The lines of a chart: what, of which run, and how it looks.
 function linesOf(names, shown, curves) {
@@ -19,7 +21,7 @@ function linesOf(names, shown, curves) {
       if (!curve) continue;
       const held = name === "valid_loss" && names.length > 1, few = curve.x.length < 60;
       const stroke = held && !several ? colorOf(run.color + 1) : colorOf(run.color);
-      const label = several ? run.name : held ? t("held_out") : names.length > 1 ? t("train") : "";
+      const label = several ? (held ? `${run.name} (${t("held_out")})` : run.name) : held ? t("held_out") : names.length > 1 ? t("train") : "";
       const smooth = view.smoothing > 0 && !held && !few;
       lines.push({ run: run.name, name, held, label, stroke, x: curve.x, y: curve.y, faint: smooth, dash: held && several ? [5, 4] : undefined, points: held || (few && curve.x.length < 40), quiet: smooth });
       if (smooth) lines.push({ run: run.name, name, held, label, stroke, x: curve.mx, y: smoothed(curve.my, view.smoothing), strong: true });
