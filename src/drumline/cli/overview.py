@@ -15,6 +15,8 @@ COMMANDS = {
     "drumline.cli.generate:chat": "Talk to a run's newest checkpoint in the terminal.",
     "drumline.cli.generate:serve": "Serve a run's newest checkpoint: OpenAI's API, and a page to talk to the model.",
     "drumline.cli.runs:runs": "List runs with their state and latest losses.",
+    "drumline.cli.watch:watch": "A live page of runs: curves, ranks, events and samples, from their folders alone.",
+    "drumline.cli.watch:report": "Write one file about a run: its curves, config, events, samples.",
     "drumline.cli.checkpoint:checkpoint": "List, verify, export or prune the checkpoints of a run.",
     "drumline.cli.bench:bench": "Measure training throughput, where step time goes, and the largest batch that fits.",
     "drumline.cli.doctor:doctor": "Check this machine, or several hosts, and print a fix for each problem.",
