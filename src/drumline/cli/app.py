@@ -36,7 +36,10 @@ COMMANDS = {
     "drumline.cli.bench:bench": "Measure training throughput, where step time goes, and the largest batch that fits.",
     "drumline.cli.doctor:doctor": "Check this machine, or several hosts, and print a fix for each problem.",
     "drumline.cli.launch:launch": "Start one run on several hosts over SSH, or as a SLURM or Kubernetes job.",
-    "drumline.cli.drill:drill": "Inject faults into a small run repeatedly and verify that no work is lost.",
+    "drumline.cli.reasons:blame": "List the documents of a step by their losses; make a list of those to leave out.",
+    "drumline.cli.reasons:replay": "Compute steps of a run again, and compare them with its records bit by bit.",
+    "drumline.cli.reasons:diff": "Find the step, and the tensor, in which two runs part.",
+    "drumline.cli.bench:drill": "Inject faults into a small run repeatedly and verify that no work is lost.",
 }
 """Module of each command, and its line in `drumline --help`, which imports none of them."""
 

@@ -49,6 +49,8 @@ class DataConfig:
     """Folder for tokenized text, reused by later runs."""
     document_mask: bool = False
     """Mask attention between documents in the same sequence."""
+    skip_list: str | None = setting(None, per_host=True)
+    """File of documents that are not trained on, written by `drumline blame --exclude`. Validation still has them."""
 
 
 @dataclass(frozen=True, kw_only=True)

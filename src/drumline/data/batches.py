@@ -7,7 +7,7 @@ million is as cheap as step zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -158,6 +158,8 @@ class TokenBatches:
     """
 
     short_steps = 0
+    facts: Mapping[str, Any] = {}
+    """What more must not change when a run is resumed."""
 
     def __init__(
         self, tokens: TokenFile, plan: BatchPlan, *, context: int, seed: int, document_mask: bool = False
@@ -180,12 +182,15 @@ class TokenBatches:
 
     def micro_batch(self, step: int, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """inputs int64 (B, T), targets int64 (B, T), document ids int64 (B, T) or None"""
-        windows = visits(self, self._seed, step, index).tolist()
         inputs, targets, documents = window_batch(
-            self._tokens, windows, context=self._context, end_of_text=self._end_of_text
+            self._tokens, self.windows(step, index), context=self._context, end_of_text=self._end_of_text
         )
         rows = (-1, self.context_of(step))
         return inputs.reshape(rows), targets.reshape(rows), None if documents is None else documents.reshape(rows)
+
+    def windows(self, step: int, index: int | None = None) -> list[int]:
+        """The windows of a micro-batch, or of a whole step, in order; window w begins at token w * context."""
+        return [int(window) for window in visits(self, self._seed, step, index)]
 
     def context_of(self, step: int) -> int:
         """Sequence length in this step."""
@@ -194,7 +199,7 @@ class TokenBatches:
     def names(self, step: int, index: int | None = None) -> list[str]:
         from drumline.data.opening import names_of_windows
 
-        return names_of_windows(self._tokens, visits(self, self._seed, step, index).tolist(), self._context)
+        return names_of_windows(self._tokens, self.windows(step, index), self._context)
 
 
 def window_batch(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from drumline.report.progress import progress_of
     from drumline.report.records import FORMATS, JsonlSink, Record, Records, Sink, Speed, flush_console, to_stderr
     from drumline.report.rewinding import forget_after
-    from drumline.report.runs import last_records, list_runs
+    from drumline.report.runs import last_records, list_runs, training_records
     from drumline.report.terminal import print_checkpoints, print_line, print_runs, print_table
     from drumline.report.trackers import add_trackers, open_trackers
 

@@ -76,10 +76,12 @@ def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
         open_parts.callback(records.close)
         if config.model.init_from is not None:
             open_parts.enter_context(room("huggingface").started_from(config, folder, data, world, records.say))
-        setup = _setup(config, folder, data, world, total_steps=total_steps, goes_on=stored is not None)
+        setup = set_up(config, folder, data, world, total_steps=total_steps, goes_on=stored is not None)
         intervals = _intervals(config, total_steps=total_steps)
         records.say("\n".join(introduction(config, data, setup, total_steps=total_steps)))
         with assembled(setup, intervals, records, evaluate=_evaluator(config, data, setup)) as loop:
+            if "DRUMLINE_LAST_STEP" in os.environ:
+                room("reasons").end_early(loop)
             result = loop.run()
         return conclude(config, data, setup, records, result) if world.is_rank0 else result
 
@@ -155,7 +157,7 @@ def _with_length(config: TrainConfig, folder: RunFolder, data: Data, world: Worl
 
     if config.batch.minutes is None:
         return config, steps_in_epochs(config, world.on_all_ranks(lambda: _batches(config, data, total_steps=0)))
-    trial = partial(_setup, config, folder, data, world, total_steps=1)
+    trial = partial(set_up, config, folder, data, world, total_steps=1)
     return steps_in_minutes(config, folder, world, trial, partial(_evaluator, data=data))
 
 
@@ -187,7 +189,8 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
 
 def _batches(config: TrainConfig, data: Data, *, total_steps: int) -> TokenBatches:
     assert config.model.context is not None and config.batch.short_contexts is not None
-    batches = TokenBatches(
+    make = room("reasons").without_skipped(config.data.skip_list) if config.data.skip_list else TokenBatches
+    batches: TokenBatches = make(
         data.train,
         plan_batches(config.batch, default_batch_size=1, world_size=1),
         context=config.model.context,
@@ -198,7 +201,7 @@ def _batches(config: TrainConfig, data: Data, *, total_steps: int) -> TokenBatch
     return batches
 
 
-def _setup(
+def set_up(
     config: TrainConfig, folder: RunFolder, data: Data, world: World, *, total_steps: int, goes_on: bool = False
 ) -> Setup:
     """goes_on: the weights will be restored, so they are initialized only if nothing valid is left"""
@@ -214,6 +217,7 @@ def _setup(
     else:
         model = make()
     facts = {"train_data": data.train.sha256 or f"{len(data.train)} tokens", "vocab_size": data.vocab_size}
+    facts |= batches.facts
     if world.size > 1:
         from drumline.train.ranks import agree
 
