@@ -87,11 +87,9 @@ class BatchPlan:
     def share(self, rank: int, world_size: int) -> range:
         """The micro-batches of rank `rank`: a contiguous range; the first ranks take one more if uneven."""
         if world_size > self.micro_batches:
-            raise ConfigError(
-                f"{world_size} ranks cannot share a step of {counted(self.micro_batches, 'micro-batch')} "
-                f"(global_batch_size {self.sequences} / batch_size {self.micro_batch_size})",
-                fix="raise --global_batch_size, lower --batch_size, or start fewer ranks",
-            )
+            from drumline.config import refuse_ranks
+
+            refuse_ranks(world_size, self.micro_batches, batch_size=self.micro_batch_size)
         each, extra = divmod(self.micro_batches, world_size)
         start = rank * each + min(rank, extra)
         return range(start, start + each + (rank < extra))
@@ -111,18 +109,15 @@ def plan_batches(batch: BatchConfig, *, default_batch_size: int, world_size: int
         accumulated = batch.gradient_accumulation_steps or 1
         return BatchPlan(batch.batch_size or default_batch_size, micro_batches=world_size * accumulated)
     if batch.gradient_accumulation_steps is not None:
-        raise ConfigError(
-            f"global_batch_size {batch.global_batch_size} and gradient_accumulation_steps "
-            f"{batch.gradient_accumulation_steps} both set the batch size of a step",
-            fix="give --global_batch_size or --gradient_accumulation_steps, not both",
-        )
+        from drumline.config import refuse_batch
+
+        refuse_batch(batch)
     total = batch.global_batch_size
     size = batch.batch_size or max(d for d in range(1, min(default_batch_size, total) + 1) if total % d == 0)
     if total % size:
-        raise ConfigError(
-            f"global_batch_size {total} is not a whole number of micro-batches of {size} sequences",
-            fix=f"use --global_batch_size {max(1, total // size) * size} or another --batch_size",
-        )
+        from drumline.config import refuse_batch
+
+        refuse_batch(batch, size=size)
     return BatchPlan(micro_batch_size=size, micro_batches=total // size)
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from drumline.checkpoint import Checkpoint, checkpoint_paths, open_checkpoint, read_weights
+from drumline.config import refuse_ranks
 from drumline.errors import CheckpointError, ConfigError
 from drumline.files import RunFolder
 from drumline.reasons.again import computed_again
 from drumline.reasons.runs import COMPARED, PureRun, check_step
 from drumline.report import Record, training_records
-from drumline.units import counted
 
 TOLERANCE = {"torch.float32": 1e-3}
 """By dtype: how far apart losses may be, relative to their size, if sums were only rounded in another order."""
@@ -53,10 +53,10 @@ def replay(run: PureRun, *, step: int, ranks: int = 1, from_start: bool = False,
     check_step(run, step)
     plan = run.config.batch
     most = (plan.global_batch_size or 1) // (plan.batch_size or 1)
-    if not 1 <= ranks <= max(1, most):
-        raise ConfigError(
-            f"{ranks} ranks cannot share a step of {counted(most, 'micro-batch')}", fix=f"give --ranks 1 to {most}"
-        )
+    if ranks < 1:
+        raise ConfigError(f"--ranks is {ranks}", fix="give --ranks a value of 1 or more")
+    if ranks > most:
+        refuse_ranks(ranks, most, batch_size=plan.batch_size or 1)
     recorded = run.records()
     start = run.start(step, from_start=from_start)
     begun = start.step if start else 0
