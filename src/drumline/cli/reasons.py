@@ -32,7 +32,8 @@ def blame(
 ) -> int:
     """List the documents of a step, by what they did to its loss, and make a list of those to leave out.
 
-    Which documents a step trains on is computed from the config, the data and the step. Nothing is logged for it.
+    Which they are is computed from the config, the data and the step: no log of
+    them is needed.
 
     Parameters
     ----------
@@ -89,7 +90,8 @@ def blame(
 def replay(run: Path, /, *, step: int, ranks: int = 1, from_start: _Flag = False, trust: _Flag = False) -> int:
     """Compute the steps of a run again, up to a step, and compare every record on the way.
 
-    From the newest checkpoint before the step, in a temporary copy: the run itself is only read.
+    From the newest checkpoint before the step, in a temporary copy: the run itself
+    is only read.
 
     Parameters
     ----------

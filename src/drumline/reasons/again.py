@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -16,28 +17,42 @@ from pathlib import Path
 
 import torch
 
-from drumline.checkpoint import Checkpoint, checkpoint_paths
+from drumline.checkpoint import Checkpoint
 from drumline.config import RecordConfig, TrainConfig, to_toml
 from drumline.errors import EXIT_STOPPED, TrainingError
 from drumline.files import RunFolder, origin, replace_text
 from drumline.reasons.runs import PureRun
 from drumline.train import Loop, pretrain
 
-LAST_STEP = "DRUMLINE_LAST_STEP"
-"""Environment variable of every rank: the step after which a run that is computed again stops."""
+AGAIN = "DRUMLINE_AGAIN"
+"""Environment variable of every rank that computes a run again: its last step, and the data that rollbacks skip."""
 _LINES_SHOWN = 12
 
 
 def end_early(loop: Loop) -> None:
-    """Stop the loop after that step, as a signal would: with its state saved."""
-    last = int(os.environ[LAST_STEP])
+    """Stop the loop after that step, as a signal would: with its state saved.
+
+    Rollbacks are known from the start: the steps are those that the run ended up with, not those that it gave up.
+    """
+    about, history = json.loads(os.environ[AGAIN]), loop.history
+    begin = history.begin
 
     def ask(step: int) -> None:
-        if step + 1 >= last:  # the step during which a loop is asked to stop is its last one
+        if step + 1 >= about["last"]:  # the step during which a loop is asked to stop is its last one
             loop.stop.set()
 
-    ask(max((int(path.name.rpartition("-")[2]) for path in checkpoint_paths(loop.setup.folder.checkpoints)), default=0))
+    def begin_again() -> int:
+        step = begin()
+        history.detours = about["detours"]
+        ask(step)
+        return step
+
+    setattr(history, "begin", begin_again)  # noqa: B010 - a method of this one object
     loop.setup.stepped = lambda step, result: ask(step)
+
+
+def _about(run: PureRun, until: int) -> str:
+    return json.dumps({"last": until, "detours": run.detours})
 
 
 @contextmanager
@@ -53,7 +68,7 @@ def computed_again(
         config = _config(run, copy, ranks=ranks)
         _fill(copy, run, start, config)
         if ranks == 1:
-            _train_here(config, until=until)
+            _train_here(config, _about(run, until))
         else:
             _launch(run, copy, until=until, ranks=ranks, trusts=trusts)
         if not copy.checkpoint(until).exists():
@@ -64,8 +79,6 @@ def computed_again(
 def _config(run: PureRun, copy: RunFolder, *, ranks: int) -> TrainConfig:
     """The run's settings, without what does not change a step: evaluations, trackers, most saves."""
     was = run.config.run
-    goes_back = was.on_nonfinite == "rollback" or was.spike_factor is not None
-    every = was.save_every or max(1, run.total_steps // 10)
     own = replace(
         was,
         run_dir=str(copy.path),
@@ -73,11 +86,8 @@ def _config(run: PureRun, copy: RunFolder, *, ranks: int) -> TrainConfig:
         allow_change=(),
         eval_every=run.total_steps + 1,
         eval_tasks=None,
-        save_every=every if goes_back else run.total_steps + 1,  # where a run goes back to depends on it
+        save_every=run.total_steps + 1,
         snapshot_every=0,
-        keep_checkpoints=was.max_rollbacks + 2,
-        keep_every=None,
-        keep_best=False,
         doctor="off",
     )
     together = replace(
@@ -107,22 +117,20 @@ def _link(source: str, target: str) -> None:
         shutil.copyfile(source, target)
 
 
-def _train_here(config: TrainConfig, *, until: int) -> None:
-    threads, before = torch.get_num_threads(), os.environ.get(LAST_STEP)
-    os.environ[LAST_STEP] = str(until)
+def _train_here(config: TrainConfig, about: str) -> None:
+    threads = torch.get_num_threads()
+    os.environ[AGAIN] = about
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             pretrain(config)
     finally:
         torch.set_num_threads(threads)  # --bitwise takes one
-        os.environ.pop(LAST_STEP)
-        if before is not None:
-            os.environ[LAST_STEP] = before
+        del os.environ[AGAIN]
 
 
 def _launch(run: PureRun, copy: RunFolder, *, until: int, ranks: int, trusts: bool) -> None:
     words = ["train", "--run_dir", str(copy.path), "--nproc", str(ranks), *(["--trust"] if trusts else [])]
-    environ = {**os.environ, LAST_STEP: str(until)}
+    environ = {**os.environ, AGAIN: _about(run, until)}
     cwd = origin(run.folder).get("cwd")
     if isinstance(cwd, str) and cwd in sys.path:  # where the run was started, if modules may come from there
         environ["PYTHONPATH"] = os.pathsep.join([cwd, *filter(None, [os.environ.get("PYTHONPATH")])])

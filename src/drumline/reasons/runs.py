@@ -45,9 +45,11 @@ class PureRun:
         for path in reversed(checkpoint_paths(self.folder.checkpoints)):
             if _step_of(path) < step:
                 try:
-                    return open_checkpoint(path)
+                    found = open_checkpoint(path)
                 except CheckpointError:
                     continue
+                if len(found.state.detours) <= len(self.detours):  # else it is of after a rollback that is left out
+                    return found
         return None
 
     def start(self, step: int, *, from_start: bool) -> Checkpoint | None:

@@ -80,7 +80,7 @@ def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
         intervals = _intervals(config, total_steps=total_steps)
         records.say("\n".join(introduction(config, data, setup, total_steps=total_steps)))
         with assembled(setup, intervals, records, evaluate=_evaluator(config, data, setup)) as loop:
-            if "DRUMLINE_LAST_STEP" in os.environ:
+            if "DRUMLINE_AGAIN" in os.environ:
                 room("reasons").end_early(loop)
             result = loop.run()
         return conclude(config, data, setup, records, result) if world.is_rank0 else result
