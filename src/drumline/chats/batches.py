@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from drumline.chats.packing import ChatTokens, packed_batch
-from drumline.data import BatchPlan, TokenBatches, TokenFile, document_names, visits
+from drumline.data import BatchPlan, TokenBatches, TokenFile, document_names
 from drumline.errors import DataError
 
 
@@ -40,27 +40,22 @@ class ChatBatches(TokenBatches):
     def short_steps(self, steps: int) -> None:
         """Not followed."""
 
-    def windows_of(self, step: int, index: int | None = None) -> list[int]:
-        """The windows of a micro-batch, or of a whole step."""
-        windows: list[int] = visits(self, self._seed, step, index).tolist()
-        return windows
-
     def micro_batch(self, step: int, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """inputs, targets and document ids, each int64 (B, T), and what to multiply the summed loss by, float32 ()"""
-        batch = packed_batch(self._chats, self.windows_of(step, index), context=self._context)
+        batch = packed_batch(self._chats, self.windows(step, index), context=self._context)
         return (*batch, torch.tensor(self._scale(step), dtype=torch.float32))
 
     def _scale(self, step: int) -> float:
         known, scale = self._scale_of
         if known != step:
-            counted = self._chats.counted(self.windows_of(step), context=self._context)
+            counted = self._chats.counted(self.windows(step), context=self._context)
             scale = self.plan.sequences * self.tokens_per_item / max(1, counted)
             self._scale_of = (step, scale)
         return scale
 
     def names(self, step: int, index: int | None = None) -> list[str]:
         packed = self._chats.packed(self._context)
-        parts = [part for window in self.windows_of(step, index) for part in packed[window]]
+        parts = [part for window in self.windows(step, index) for part in packed[window]]
         return list(
             dict.fromkeys(name for part in parts for name in document_names(self._chats, part.start, part.stop))
         )

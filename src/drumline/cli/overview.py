@@ -17,11 +17,14 @@ COMMANDS = {
     "drumline.cli.runs:runs": "List runs with their state and latest losses.",
     "drumline.cli.watch:watch": "A live page of runs: curves, ranks, events and samples, from their folders alone.",
     "drumline.cli.watch:report": "Write one file about a run: its curves, config, events, samples.",
+    "drumline.cli.reasons:blame": "List the documents of a step by their losses; make a list of those to leave out.",
+    "drumline.cli.reasons:replay": "Compute steps of a run again, and compare them with its records bit by bit.",
+    "drumline.cli.reasons:diff": "Find the step, and the tensor, in which two runs part.",
     "drumline.cli.checkpoint:checkpoint": "List, verify, export or prune the checkpoints of a run.",
     "drumline.cli.bench:bench": "Measure training throughput, where step time goes, and the largest batch that fits.",
     "drumline.cli.doctor:doctor": "Check this machine, or several hosts, and print a fix for each problem.",
     "drumline.cli.launch:launch": "Start one run on several hosts over SSH, or as a SLURM or Kubernetes job.",
-    "drumline.cli.drill:drill": "Inject faults into a small run repeatedly and verify that no work is lost.",
+    "drumline.cli.bench:drill": "Inject faults into a small run repeatedly and verify that no work is lost.",
 }
 """Module of each command, and its line in `drumline --help`, which imports none of them."""
 _ABOUT = "Train GPT-style language models: from raw text to a model that generates text, with one command."

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         with_epochs,
     )
     from drumline.report.rewinding import forget_after
-    from drumline.report.runs import last_records, list_runs
+    from drumline.report.runs import last_records, list_runs, training_records
     from drumline.report.terminal import print_checkpoints, print_line, print_runs, print_table
     from drumline.report.trackers import add_trackers, open_trackers
 

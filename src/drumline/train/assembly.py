@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from drumline.checkpoint import Saver, find_snapshots
 from drumline.errors import TrainingError
 from drumline.files import Journal, RunFolder
@@ -87,6 +89,9 @@ def _tell(records: Records, journal: Journal, intervals: Intervals, message: str
 def _saving(
     setup: Setup, intervals: Intervals, snapshots: Snapshots | None, pulse: Pulse, tell: Tell
 ) -> Iterator[Saver]:
+    device, dtype = setup.world.device, setup.step.precision.dtype
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    arithmetic = {"versions": versions(), "device": f"{device.type} {name}, {dtype}"}
     saver = Saver(
         setup.folder,
         setup.world,
@@ -96,7 +101,7 @@ def _saving(
         snapshots=snapshots,
         snapshot_every=intervals.snapshot_every,
         on_time=setup.guard_rules.may_go_back,
-        about={"config_sha256": setup.config_sha256, "versions": versions()},
+        about={"config_sha256": setup.config_sha256, **arithmetic},
         tell=tell,
         waiting=pulse.still_there,
     )
@@ -120,8 +125,6 @@ def _failures_named(journal: Journal, intervals: Intervals) -> Iterator[None]:
 
             ended = how_it_ended(error)
             journal.status(step=journal.step, total_steps=intervals.total_steps, **ended)
-            if (
-                ended["state"] == "failed" and not own_pulse().is_supervised
-            ):  # else the supervisor tells
+            if ended["state"] == "failed" and not own_pulse().is_supervised:  # else the supervisor tells
                 journal.event("failed", step=journal.step, what=ended["cause"])
         raise

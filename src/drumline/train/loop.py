@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drumline.checkpoint import Saver, weights_sha256
+from drumline.checkpoint import Saver, weights_fingerprint, weights_sha256
 from drumline.data import mix
 from drumline.parallel import Pulse, peak_flops, peak_memory_bytes
 from drumline.report import Record, Records, Speed
@@ -199,6 +199,7 @@ class Loop:
             "epoch": step * items / batches.items,
             "eta_s": (self.intervals.total_steps - step) / steps_per_s,
             "peak_memory_bytes": peak_memory_bytes(precision.device),
+            "fingerprint": weights_fingerprint(setup.step.model),
         }
         peak = peak_flops(precision.device, precision.dtype)
         if setup.flops_per_item and peak:

@@ -76,12 +76,14 @@ def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
         open_parts.callback(records.close)
         if config.model.init_from is not None:
             open_parts.enter_context(room("huggingface").started_from(config, folder, data, world, records.say))
-        setup = _setup(config, folder, data, world, total_steps=total_steps, goes_on=stored is not None)
+        setup = set_up(config, folder, data, world, total_steps=total_steps, goes_on=stored is not None)
         intervals = _intervals(config, total_steps=total_steps)
         if world.is_rank0 and data.tokenizer is not None:
             setup.evaluated = Sparing(partial(_sample, config, data, setup, records))
         records.say("\n".join(introduction(config, data, setup, total_steps=total_steps)))
         with assembled(setup, intervals, records, evaluate=_evaluator(config, data, setup)) as loop:
+            if "DRUMLINE_AGAIN" in os.environ:
+                room("reasons").end_early(loop)
             result = loop.run()
         return conclude(config, data, setup, records, result) if world.is_rank0 else result
 
@@ -157,7 +159,7 @@ def _with_length(config: TrainConfig, folder: RunFolder, data: Data, world: Worl
 
     if config.batch.minutes is None:
         return config, steps_in_epochs(config, world.on_all_ranks(lambda: _batches(config, data, total_steps=0)))
-    trial = partial(_setup, config, folder, data, world, total_steps=1)
+    trial = partial(set_up, config, folder, data, world, total_steps=1)
     return steps_in_minutes(config, folder, world, trial, partial(_evaluator, data=data))
 
 
@@ -189,6 +191,8 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
 def _batches(config: TrainConfig, data: Data, *, total_steps: int) -> TokenBatches:
     assert config.model.context is not None and config.batch.short_contexts is not None
     make = TokenBatches if data.train.targets is None else room("chats").ChatBatches
+    if config.data.skip_list:
+        make = room("reasons").without_skipped(config.data.skip_list)
     batches: TokenBatches = make(
         data.train,
         plan_batches(config.batch, default_batch_size=1, world_size=1),
@@ -200,7 +204,7 @@ def _batches(config: TrainConfig, data: Data, *, total_steps: int) -> TokenBatch
     return batches
 
 
-def _setup(
+def set_up(
     config: TrainConfig, folder: RunFolder, data: Data, world: World, *, total_steps: int, goes_on: bool = False
 ) -> Setup:
     """goes_on: the weights will be restored, so they are initialized only if nothing valid is left"""
@@ -216,6 +220,7 @@ def _setup(
     else:
         model = make()
     facts = {"train_data": data.train.sha256 or f"{len(data.train)} tokens", "vocab_size": data.vocab_size}
+    facts |= batches.facts
     if world.size > 1:
         from drumline.train.ranks import agree
 
