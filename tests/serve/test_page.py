@@ -55,6 +55,7 @@ def test_a_message_is_answered_by_the_text_of_the_api_as_it_is_generated(
             "window.seen = new Set(); new MutationObserver(() => seen.add(document.querySelector('.assistant')"
             "?.textContent)).observe(document.querySelector('#log'), {childList: true, subtree: true})"
         )
+        assert page.evaluate("document.querySelector('#key').checkVisibility()") is False  # nobody asks for one
         first = ask(page)
         assert first.strip() == answered(server, MESSAGE) != ""
         assert page.evaluate("seen.size") > 3  # it grew, token by token
@@ -121,7 +122,7 @@ def test_a_server_with_a_key_asks_for_it(serve: Callable[..., Server]) -> None:
     server = serve(env={"DRUMLINE_API_KEY": "open sesame"})
     with opened(server.url) as page:
         page.wait_for("document.querySelector('.error')")
-        assert "API key" in page.text(".error") and page.evaluate("document.querySelector('#keys').hidden") is False
+        assert "API key" in page.text(".error") and page.evaluate("document.querySelector('#key').checkVisibility()")
         page.type("#key", "open sesame")
         page.press("Tab")
         page.wait_for("document.querySelector('#name').textContent === 'small'")
