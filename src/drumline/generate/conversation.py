@@ -61,7 +61,7 @@ class _Pieces:
         self._pieces.append(self._writing.push(token.token))
         return not self._writing.stopped
 
-    def ended(self, reason: Reason) -> None:
+    def ended(self, reason: Reason, token: Scored | None) -> None:
         self._pieces.append(self._writing.flush())
         self.has_ended = True
 
