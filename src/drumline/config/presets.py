@@ -58,35 +58,19 @@ SMALL = {"n_layers": 12, "n_heads": 12, "d_model": 768, "d_ff": 3072}
 MEDIUM = {"n_layers": 24, "n_heads": 16, "d_model": 1024, "d_ff": 4096}
 LARGE = {"n_layers": 36, "n_heads": 20, "d_model": 1280, "d_ff": 5120}
 XL = {"n_layers": 48, "n_heads": 25, "d_model": 1600, "d_ff": 6400}
+_SHORT = {"context": 128, "vocab_size": 2048}
+_QUICK: dict[str, Any] = {"context": 256, "vocab_size": 2048, "adjusted": {"short_contexts": 0.0}, "total_steps": 380}
 
 
 PRESETS: dict[str, Preset] = {
-    "tiny": Preset(
-        shape=TINY,
-        family=CLASSIC,
-        recipe="classic",
-        context=128,
-        vocab_size=2048,
-        batch_size=16,
-        lr=2e-3,
-        total_steps=800,
-    ),
+    "tiny": Preset(shape=TINY, family=CLASSIC, recipe="classic", lr=2e-3, total_steps=800, batch_size=16, **_SHORT),
     "gpt2": Preset(shape=SMALL, family=CLASSIC, recipe="classic", lr=6e-4),
     "gpt2-medium": Preset(shape=MEDIUM, family=CLASSIC, recipe="classic", lr=3e-4),
     "gpt2-large": Preset(shape=LARGE, family=CLASSIC, recipe="classic", lr=2.5e-4),
     "gpt2-xl": Preset(shape=XL, family=CLASSIC, recipe="classic", lr=2e-4),
     # The default of `drumline train`: small enough for a few minutes on two cores.
-    "modern-tiny": Preset(
-        shape={**TINY, "n_layers": 3},
-        family=MODERN,
-        recipe="modern",
-        context=256,
-        vocab_size=2048,
-        lr=2e-3,
-        # Attention is an eighth of the FLOPs at 256 tokens: shorter contexts would save little.
-        adjusted={"short_contexts": 0.0},
-        total_steps=380,
-    ),
+    # Attention is an eighth of the FLOPs at 256 tokens: shorter contexts would save little.
+    "modern-tiny": Preset(shape={**TINY, "n_layers": 3}, family=MODERN, recipe="modern", lr=2e-3, **_QUICK),
     "modern": Preset(shape=SMALL, family=MODERN, recipe="modern", lr=6e-4),
     "modern-medium": Preset(shape=MEDIUM, family=MODERN, recipe="modern", lr=3e-4),
     "modern-large": Preset(shape=LARGE, family=MODERN, recipe="modern", lr=2.5e-4),

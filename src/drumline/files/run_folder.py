@@ -48,7 +48,7 @@ class RunFolder:
         self.status = path / "status.json"
         self.evals = path / "evals"
         """Results of tasks, by step."""
-        self.loss_plot = path / "loss.png"
+        self.report = path / "report.html"
         self.tensorboard = path / "tensorboard"
         self.trainer = path / "trainer.json"
         """What a run of `Trainer` is: by this a script that is started again knows its own run."""

@@ -31,6 +31,7 @@ Formats = dict[str, Callable[[Any], str]]
 _CONSOLE = "the console"
 _SOON_S, _PATIENCE_S = 1.0, 30.0
 """How long the end of a run waits for a disk that hangs: without a word, and at most."""
+_SPARED_S = 1.0
 FORMATS: Formats = {
     "loss": lambda v: f"loss {v:.4f}",
     "valid_loss": lambda v: f"validation loss {v:.4f}",
@@ -233,14 +234,14 @@ class Sparing:
     """Calls something only as often as it costs little: not in the first second, then for 2 % of the time at most."""
 
     def __init__(self, work: Callable[..., None]) -> None:
-        self._work, self._after_s = work, time.monotonic() + _SOON_S
+        self._work, self._after_s = work, time.monotonic() + _SPARED_S
 
     def __call__(self, *args: Any) -> None:
         began_s = time.monotonic()
         if began_s >= self._after_s:
             self._work(*args)
             ended_s = time.monotonic()
-            self._after_s = ended_s + max(_SOON_S, 50 * (ended_s - began_s))
+            self._after_s = ended_s + max(_SPARED_S, 50 * (ended_s - began_s))
 
 
 class Speed:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import partial
@@ -16,14 +16,14 @@ from torch import nn
 
 from drumline.checkpoint import Retention, check_resume, what_to_resume
 from drumline.config import OPTIMIZERS, TrainConfig, preset, resolved, to_toml
-from drumline.data import Data, ProgressCallback, TokenBatches, is_tokens, mix, open_data, plan_batches
+from drumline.data import Data, Progress, ProgressCallback, TokenBatches, is_tokens, mix, open_data, plan_batches
 from drumline.errors import EXIT_STOPPED
 from drumline.files import RunFolder, choose_folder, replace_text
 from drumline.lazy import room
 from drumline.model import build_model, token_objective
 from drumline.optim import learning_rate, make_optimizer, scaled
 from drumline.parallel import Pulse, World, allow_tf32, join, leave, make_strategy, own_pulse, pick_dtype
-from drumline.report import JsonlSink, Record, Records, Sparing, preparing, with_epochs
+from drumline.report import JsonlSink, Record, Records, Sparing, with_epochs
 from drumline.train.assembly import assembled
 from drumline.train.evaluation import evaluate
 from drumline.train.guard import GuardRules
@@ -55,8 +55,24 @@ def pretrain(
 
 def train_here(config: TrainConfig) -> int:
     """Train in this process, alone or as one of the ranks; returns the exit code."""
-    result = pretrain(config, showing=preparing)
+    result = pretrain(config, showing=_preparing)
     return 0 if result.state == "finished" else EXIT_STOPPED
+
+
+@contextmanager
+def _preparing() -> Iterator[ProgressCallback]:
+    """Shows the progress of tokenizing if that takes more than a moment."""
+    shown: list[ProgressCallback] = []
+
+    def open_bars(progress: Progress) -> None:
+        from drumline.report import preparing
+
+        shown.append(open_parts.enter_context(preparing()))
+        shown[0](progress)
+
+    with ExitStack() as open_parts:
+        opens = Sparing(open_bars)
+        yield lambda progress: (shown or [opens])[0](progress)
 
 
 def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
@@ -103,16 +119,10 @@ def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
 
         config = with_token_facts(config)
     config = resolved(config)
-    if config.model.model != "gpt":
-        from drumline.model import checked_plugin
+    if config.model.model != "gpt" or config.optim.optimizer not in (None, *OPTIMIZERS) or config.run.fp8:
+        from drumline.train.advice import check_choices
 
-        checked_plugin(config)
-    if config.optim.optimizer not in (None, *OPTIMIZERS):
-        from drumline.optim import checked_optimizer
-
-        checked_optimizer(config.optim.optimizer)
-    if config.run.fp8:
-        room("kernels").check_fp8(config, device)
+        check_choices(config, device)
     return config
 
 
