@@ -58,7 +58,7 @@ SMALL = {"n_layers": 12, "n_heads": 12, "d_model": 768, "d_ff": 3072}
 MEDIUM = {"n_layers": 24, "n_heads": 16, "d_model": 1024, "d_ff": 4096}
 LARGE = {"n_layers": 36, "n_heads": 20, "d_model": 1280, "d_ff": 5120}
 XL = {"n_layers": 48, "n_heads": 25, "d_model": 1600, "d_ff": 6400}
-_SHORT = {"context": 128, "vocab_size": 2048}
+_SHORT: dict[str, Any] = {"context": 128, "vocab_size": 2048}
 _QUICK: dict[str, Any] = {"context": 256, "vocab_size": 2048, "adjusted": {"short_contexts": 0.0}, "total_steps": 380}
 
 

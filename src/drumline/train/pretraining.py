@@ -72,7 +72,7 @@ def _preparing() -> Iterator[ProgressCallback]:
 
     with ExitStack() as open_parts:
         opens = Sparing(open_bars)
-        yield lambda progress: (shown or [opens])[0](progress)
+        yield lambda progress: shown[0](progress) if shown else opens(progress)
 
 
 def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
@@ -307,9 +307,7 @@ def _intervals(config: TrainConfig, *, total_steps: int) -> Intervals:
 
 
 def _sample(config: TrainConfig, data: Data, setup: Setup, records: Records, step: int) -> None:
-    prompt, context, run = config.records.sample_prompt, config.model.context, (setup.folder, records)
-    write = partial(room("generate").write_sample, prompt=prompt, seed=config.run.seed, context=context)
-    write(setup.step.model, data.tokenizer, *run, step=step)
+    room("generate").write_sample(setup.step.model, data.tokenizer, setup.folder, records, config, step=step)
 
 
 def _evaluator(config: TrainConfig, data: Data, setup: Setup) -> Callable[[Pulse], Record] | None:
