@@ -164,6 +164,6 @@ def test_another_format_is_refused_when_a_run_is_resumed_and_for_tokens_of_text(
     assert "plain has tokens of plain text, not of conversations" in capsys.readouterr().err
     made = prepared("chats.jsonl", Path("chats"), tokenizer=Path("plain/tokenizer.json"))
     assert train("--train_data_path", str(made.path), "--valid_data_path", "plain") == 1
-    assert "of conversations, but" in capsys.readouterr().err
+    assert "has tokens of conversations, but plain has tokens of plain text" in capsys.readouterr().err
     assert train("--format", "chat") == 1
     assert "plain text, not rows with messages" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from drumline.chats.templates import ENDS, PASSED
 from drumline.data import CheckedTokens, TokenFile
+from drumline.errors import DataError
 from drumline.files import Parts
 
 
@@ -89,6 +90,11 @@ class ChatTokens(CheckedTokens):
 def chat_tokens(file: TokenFile, path: Path, hashes: list[int], target_hashes: list[int]) -> ChatTokens:
     """Conversations of a prepared folder. path: of the targets; hashes: of the parts of both files"""
     targets = np.memmap(path, dtype=np.uint8, mode="r")
+    if len(targets) != len(file):
+        raise DataError(
+            f"{path} has {len(targets)} bytes, but {file.path.name} has {len(file)} tokens",
+            fix=f"remove {path.parent} and run drumline prepare again",
+        )
     parts = Parts(path, targets.data, target_hashes)
     parts.check_some()
     # How many bits the answers take per byte of all messages would say nothing.

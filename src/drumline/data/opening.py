@@ -56,6 +56,10 @@ LARGEST_HIGH_HALF = 31
 """The largest upper half of an id: vocabularies have less than two million ids."""
 
 
+targets_file = "{}.targets.bin".format
+"""The name of a split's file that says what each token of conversations is as a target."""
+
+
 def has_tokens(path: str | Path, split: str) -> bool:
     """Whether a folder has this split besides others. A .bin file is a single split."""
     path = Path(path)
@@ -99,12 +103,6 @@ def open_token_data(data: DataConfig, prepared: Prepared | None) -> Data:
     valid = None
     if valid_path is not None:
         valid = open_tokens(valid_path, split="valid", vocab_size=vocab_size, dtype=dtype)
-        if (train.targets is None) != (valid.targets is None):
-            kinds = ["plain text" if each.targets is None else "conversations" for each in (train, valid)]
-            raise DataError(
-                f"{train.path} has tokens of {kinds[0]}, but {valid.path} of {kinds[1]}",
-                fix="prepare both with --format chat, or both without",
-            )
     return Data(train, valid, tokenizer, vocab_size, Skipped())
 
 
@@ -127,8 +125,7 @@ def _open_prepared(folder: Path, split: str, *, vocab_size: int | None) -> Token
         _size_checked(folder / name, manifest.files[name])
     sha256s = {name: manifest.files[name].sha256 for name in (TOKENIZER, tokens, ends, names, *targets)}
     parts = verify(folder, sha256s, tokenizer=TOKENIZER)
-    sizes = [(tokens, record.tokens, np.dtype(manifest.dtype).itemsize), (ends, record.documents, 8)]
-    for name, items, width in [*sizes, *((name, record.tokens, 1) for name in targets)]:
+    for name, items, width in ((tokens, record.tokens, np.dtype(manifest.dtype).itemsize), (ends, record.documents, 8)):
         if manifest.files[name].bytes != items * width or items == 0:
             raise DataError(
                 f"{folder / name} has {manifest.files[name].bytes} bytes, which is not {items} items of {width} bytes",
@@ -138,17 +135,6 @@ def _open_prepared(folder: Path, split: str, *, vocab_size: int | None) -> Token
     for name in targets:
         return room("chats").chat_tokens(opened, folder / name, parts[tokens], parts[name])  # type: ignore[no-any-return]
     return CheckedTokens.of(opened, parts[tokens])
-
-
-def targets_file(split: str) -> str:
-    """Of conversations: what each token is as a target."""
-    return f"{split}.targets.bin"
-
-
-def holds_chats(path: str | Path) -> bool:
-    """Whether a prepared folder has conversations."""
-    path = Path(path).parent if Path(path).is_file() else Path(path)
-    return (path / MANIFEST).exists() and targets_file("train") in read_manifest(path).files
 
 
 @dataclass(frozen=True)
