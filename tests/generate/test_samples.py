@@ -17,7 +17,11 @@ from drumline.report import Records
 
 def test_samples_differ_only_by_what_the_model_has_learned_and_leave_it_as_it_was(tmp_path: Path) -> None:
     tokenizer = Tokenizer.train(["a drum and a drummer drum on a drum " * 20], vocab_size=270)
-    model = GPT(GPTConfig(vocab_size=tokenizer.vocab_size, max_position_embeddings=16, n_layers=1, d_model=32, d_ff=64))
+    model = GPT(
+        GPTConfig(
+            vocab_size=tokenizer.vocab_size, max_position_embeddings=16, n_layers=1, n_heads=4, d_model=32, d_ff=64
+        )
+    )
     model.train()
     config = TrainConfig()
     config = replace(config, records=replace(config.records, sample_prompt="a drum"))
@@ -25,10 +29,11 @@ def test_samples_differ_only_by_what_the_model_has_learned_and_leave_it_as_it_wa
     state = torch.get_rng_state()
     for step in (1, 2):
         write_sample(model, tokenizer, folder, records, config, step=step)
+    assert model.training and torch.equal(state, torch.get_rng_state())
     with torch.no_grad():
         nn.init.normal_(model.token_embedding.weight)
     write_sample(model, tokenizer, folder, records, config, step=3)
-    assert records.flush() and model.training and torch.equal(state, torch.get_rng_state())
+    assert records.flush()
     first, second, third = [json.loads(line) for line in folder.samples.read_text().splitlines()]
     assert [first["step"], third["step"], first["prompt"]] == [1, 3, "a drum"]
     assert first["text"] == second["text"] != third["text"]

@@ -15,7 +15,13 @@ from drumline.units import count
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
-def runs(where: Path = Path("runs"), /, *, json: Annotated[bool, Parameter(negative=())] = False) -> int:
+def runs(
+    where: Path = Path("runs"),
+    /,
+    *,
+    json: Annotated[bool, Parameter(negative=())] = False,
+    watch: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
     """List runs with their state, latest losses, and the share of time that saves and snapshots held them up.
 
     Parameters
@@ -24,12 +30,19 @@ def runs(where: Path = Path("runs"), /, *, json: Annotated[bool, Parameter(negat
         Folder that contains the runs.
     json
         Print JSON.
+    watch
+        Keep the list up to date until no run is running any more.
     """
-    from drumline.report import list_runs, print_runs
+    from drumline.report import follow_runs, list_runs, print_runs
 
     if not where.is_dir() and where != Path("runs"):  # without any run, there is no folder of runs yet
         problem = "is not a folder" if where.exists() else "does not exist"
         raise ConfigError(f"{where} {problem}", fix="give the folder that contains the runs; default: runs")
+    if watch and json:
+        raise ConfigError("--watch and --json cannot be combined", fix="follow metrics.jsonl of a run instead")
+    if watch:
+        follow_runs(lambda: list(list_runs(where)), where)
+        return 0
     rows = list(list_runs(where))
     if json:
         print(json_format.dumps(rows, indent=2))

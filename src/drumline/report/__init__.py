@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from drumline.report.rewinding import forget_after
     from drumline.report.runs import last_records, list_runs, training_records
-    from drumline.report.terminal import print_checkpoints, print_line, print_runs, print_table
+    from drumline.report.terminal import follow_runs, print_checkpoints, print_line, print_runs, print_table
     from drumline.report.trackers import add_trackers, open_trackers
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from drumline.report.commands import command
 from drumline.units import count
@@ -17,13 +20,35 @@ from drumline.units import count
 if TYPE_CHECKING:  # imports torch, which the other tables do not need
     from drumline.checkpoint import Listed
 
+_FOLLOW_S = 1.0
+_RUNNING = ("running", "restarting")
+
 
 def print_runs(rows: Sequence[dict[str, Any]], where: Path) -> None:
     """One row per run. In a narrow terminal a long name takes several lines, but no number is cut."""
-    console = _console()
+    _console().print(_runs(rows, where))
+
+
+def follow_runs(rows: Callable[[], Sequence[dict[str, Any]]], where: Path) -> None:
+    """The same, kept up to date until no run is running any more; elsewhere than on a terminal, once per change."""
+    console, before = _console(), ""
+    with Live(console=console, auto_refresh=False) if console.is_terminal else nullcontext() as live:
+        while True:
+            now = rows()
+            shown = _runs(now, where)
+            if live is not None:
+                live.update(shown, refresh=True)
+            elif (text := str([(row["run"], row["state"], row["step"]) for row in now])) != before:
+                before = text
+                console.print(shown)
+            if not any(row["state"] in _RUNNING for row in now):
+                return
+            time.sleep(_FOLLOW_S)
+
+
+def _runs(rows: Sequence[dict[str, Any]], where: Path) -> RenderableType:
     if not rows:
-        console.print(f"no runs in {where}; start one with `{command('train')}`", highlight=False)
-        return
+        return Text(f"no runs in {where}; start one with `{command('train')}`")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("run", overflow="fold")
     stalls = any(row["stalled"] is not None for row in rows)  # not of runs that are too short to tell
@@ -36,10 +61,7 @@ def print_runs(rows: Sequence[dict[str, Any]], where: Path) -> None:
             numbers.append("-" if row["stalled"] is None else f"{row['stalled']:.1%}")
         steps = f"{row['step']:,}/" + (f"{row['total_steps']:,}" if row["total_steps"] else "?")
         table.add_row(row["run"], row["state"], steps, *numbers, _ago(str(row["updated"])))
-    console.print(table)
-    for row in rows:
-        if row["cause"]:
-            console.print(f"{row['run']}: {row['cause']}", highlight=False, markup=False)
+    return Group(table, *(Text(f"{row['run']}: {row['cause']}") for row in rows if row["cause"]))
 
 
 def _console() -> Console:
