@@ -72,7 +72,8 @@ def replay(run: PureRun, *, step: int, ranks: int = 1, from_start: bool = False,
         found = [each for at in steps for each in differences(at, recorded[at], now[at])]
         about_now = manifest(copy.checkpoint(step))
         tolerance = TOLERANCE.get(str(about_now.get("device", "")).rpartition(", ")[2], _COARSE)
-        verdict = _verdict(found, [recorded[at] for at in steps], tolerance=tolerance)
+        exact = run.config.ranks.bitwise
+        verdict = _verdict(found, [recorded[at] for at in steps], exact=exact, tolerance=tolerance)
         reasons = []
         if verdict not in ("same bits", "same numbers"):
             reasons = _reasons(run, start, found, steps, about_now, verdict=verdict, tolerance=tolerance)
@@ -87,10 +88,11 @@ def differences(step: int, recorded: Record, now: Record) -> list[Difference]:
     return [Difference(step, name, recorded[name], now[name]) for name in names if recorded[name] != now[name]]
 
 
-def _verdict(found: list[Difference], recorded: list[Record], *, tolerance: float) -> str:
+def _verdict(found: list[Difference], recorded: list[Record], *, exact: bool, tolerance: float) -> str:
     if not found:
         return "same bits" if all("fingerprint" in each for each in recorded) else "same numbers"
-    return "within rounding" if all(is_rounding(each, tolerance=tolerance) for each in found) else "different"
+    is_rounded = not exact and all(is_rounding(each, tolerance=tolerance) for each in found)
+    return "within rounding" if is_rounded else "different"
 
 
 def is_rounding(difference: Difference, *, tolerance: float) -> bool:
@@ -119,7 +121,7 @@ def _reasons(
     odd = {each.step for each in found}
     after = [each for each in steps if each > max(odd)]
     weights_agree = not any(each.name == "fingerprint" for each in found)
-    if verdict == "within rounding" and not run.config.ranks.bitwise:
+    if verdict == "within rounding":
         lines.append(
             f"the run is not --bitwise: losses within {tolerance:g} and gradient norms within "
             f"{_NORM_FACTOR * tolerance:g} of their size are the rounding of sums in another order"
@@ -135,7 +137,7 @@ def _reasons(
         return lines
     if changed:
         lines.append("changed since: " + "; ".join(changed))
-    elif verdict == "different" or run.config.ranks.bitwise:
+    elif verdict == "different":
         lines.append(
             "versions and device are those of the run: memory or a chip failed, then or now, code that it uses was "
             "changed (a plug-in, drumline itself), or its records were"
