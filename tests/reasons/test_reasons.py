@@ -235,7 +235,7 @@ def test_after_rollbacks_a_step_has_the_data_that_it_ended_up_with(
 ) -> None:
     from drumline.reasons import batches_of, blame, open_run, with_rollbacks
 
-    code = train("back", "--spike_factor", "1.01", "--save_every", "4", "--max_rollbacks", "2", "--total_steps", "40")
+    code = train("back", "--spike_factor", "1.05", "--save_every", "4", "--max_rollbacks", "9", "--total_steps", "40")
     assert code in (0, 3)
     run = open_run(Path("runs/back"), trusts=False)
     assert run.detours, "the loss of this run leaps"
@@ -246,9 +246,10 @@ def test_after_rollbacks_a_step_has_the_data_that_it_ended_up_with(
     )
     assert then != now
     capsys.readouterr()
-    last = max(records("back"))
-    assert run_command(["replay", "runs/back", "--step", str(last)]) == 0
-    assert "same bits" in capsys.readouterr().out
+    back_to = run.detours[-1][0]  # its checkpoint was saved before the rollback, and does not know of it
+    for step in (back_to + 1, max(records("back"))):
+        assert run_command(["replay", "runs/back", "--step", str(step)]) == 0
+        assert "same bits" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
