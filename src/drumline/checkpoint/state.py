@@ -44,7 +44,7 @@ def weights_fingerprint(model: nn.Module) -> str:
     tensors = [each.contiguous() for each in weights(model).values() if each.numel()]
     rows = [each.reshape(*each.shape[:1], -1).view(torch.uint8) for each in tensors]
     # As integers of as many bytes as fit, at most 8: a sum of those takes no longer than to read them.
-    wide = [each.view(_BITS[(n := each.shape[-1] | each.storage_offset() | 8) & -n]) for each in rows]
+    wide = [each.view(_BITS[(n := each.shape[-1] | int(each.storage_offset()) | 8) & -n]) for each in rows]
     sums = torch.cat([each.sum(-1, dtype=torch.int64).reshape(-1) for each in wide])
     # Odd factors: none of them loses a bit.
     return f"{int((sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()) % (1 << 64):016x}"
