@@ -42,10 +42,12 @@ def weights_fingerprint(model: nn.Module) -> str:
     Each row of a weight is a sum of integers, and counts by its place. One number is read; sums wrap at 64 bits.
     """
     tensors = [each.contiguous() for each in weights(model).values() if each.numel()]
-    rows = [each.reshape(*each.shape[:1], -1).view(_BITS.get(each.element_size(), torch.uint8)) for each in tensors]
-    sums = torch.cat([each.sum(-1, dtype=torch.int64).reshape(-1) for each in rows])
-    places = torch.arange(1, 2 * len(sums), 2, device=sums.device)  # odd: none of them loses a bit
-    return f"{int((sums * places).sum()) % (1 << 64):016x}"
+    rows = [each.reshape(*each.shape[:1], -1).view(torch.uint8) for each in tensors]
+    # As integers of as many bytes as fit, at most 8: a sum of those takes no longer than to read them.
+    wide = [each.view(_BITS[(n := each.shape[-1] | int(each.storage_offset()) | 8) & -n]) for each in rows]
+    sums = torch.cat([each.sum(-1, dtype=torch.int64).reshape(-1) for each in wide])
+    # Odd factors: none of them loses a bit.
+    return f"{int((sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()) % (1 << 64):016x}"
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from drumline.errors import EXIT_FAILED, ConfigError
+from drumline.units import counted
 
 if TYPE_CHECKING:
     from drumline.reasons import Blamed, Part
@@ -67,7 +68,8 @@ def blame(
     data, batches = batches_of(opened)
     parts = blamed(opened, data.train, batches, step=step)
     names = len({(part.start, part.stop) for part in parts})
-    print_line(f"step {step:,} of {opened.folder.path}: {len(parts)} parts of {names} documents")
+    number = f"{counted(len(parts), 'part')} of {counted(names, 'document')}"
+    print_line(f"step {step:,} of {opened.folder.path}: {number}")
     if opened.detours and rollbacks is None:
         print_line(f"after {len(opened.detours)} rollbacks; --rollbacks 0: as it was before the first")
     found: list[Blamed] = []
@@ -81,9 +83,8 @@ def blame(
         path = out or opened.folder.path / "skip_list.json"
         own = opened.config.data.skip_list
         listed = write_skip_list(path, data.train, chosen(parts, exclude), also=Path(own) if own else None)
-        print_line(
-            f"wrote {path}: {len(listed.documents)} documents; a new run leaves them out with --skip_list {path}"
-        )
+        number = counted(len(listed.documents), "document")
+        print_line(f"wrote {path}: {number}, left out by a new run with --skip_list {path}")
     return 0
 
 
@@ -113,7 +114,7 @@ def replay(run: Path, /, *, step: int, ranks: int = 1, from_start: _Flag = False
 
     found = replayed(open_run(run, trusts=trust), step=step, ranks=ranks, from_start=from_start, trusts=trust)
     steps = f"steps {found.start + 1:,} to {found.until:,} of {run}"
-    compared = f"{found.records} records compared, on {found.ranks} rank{'s' if found.ranks > 1 else ''}"
+    compared = f"{counted(found.records, 'record')} compared, on {counted(found.ranks, 'rank')}"
     print_line(f"{steps}: {found.verdict} ({compared})")
     for each in found.differences[:6]:
         print_line(f"  step {each.step:,} {each.name}: {each.recorded} recorded, {each.now} now")

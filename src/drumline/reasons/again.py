@@ -88,6 +88,8 @@ def _config(run: PureRun, copy: RunFolder, *, ranks: int) -> TrainConfig:
         eval_tasks=None,
         save_every=run.total_steps + 1,
         snapshot_every=0,
+        spike_factor=None,  # what was rolled back is known
+        on_nonfinite="halt" if was.on_nonfinite == "halt" else "skip",
         doctor="off",
     )
     together = replace(

@@ -72,11 +72,13 @@ def replay(run: PureRun, *, step: int, ranks: int = 1, from_start: bool = False,
         found = [each for at in steps for each in differences(at, recorded[at], now[at])]
         about_now = manifest(copy.checkpoint(step))
         tolerance = TOLERANCE.get(str(about_now.get("device", "")).rpartition(", ")[2], _COARSE)
-        verdict = _verdict(found, [recorded[at] for at in steps], tolerance=tolerance)
-        reasons = []
-        if verdict not in ("same bits", "same numbers"):
-            reasons = _reasons(run, start, found, steps, about_now, verdict=verdict, tolerance=tolerance)
-        if verdict == "different":
+        exact = run.config.ranks.bitwise
+        verdict = _verdict(found, [recorded[at] for at in steps], exact=exact, tolerance=tolerance)
+        edited = _edited(found, {at: recorded[at] for at in steps}) if verdict == "different" else ""
+        reasons = [edited] if edited else []
+        if found and not edited:
+            reasons = _reasons(changes(about(run, start), about_now), verdict=verdict, tolerance=tolerance)
+        if verdict == "different" and not edited:
             reasons += _first_tensor(run, start, copy, until=step)
     return Replayed(begun, step, ranks, len(steps), verdict, found, reasons)
 
@@ -87,10 +89,11 @@ def differences(step: int, recorded: Record, now: Record) -> list[Difference]:
     return [Difference(step, name, recorded[name], now[name]) for name in names if recorded[name] != now[name]]
 
 
-def _verdict(found: list[Difference], recorded: list[Record], *, tolerance: float) -> str:
+def _verdict(found: list[Difference], recorded: list[Record], *, exact: bool, tolerance: float) -> str:
     if not found:
         return "same bits" if all("fingerprint" in each for each in recorded) else "same numbers"
-    return "within rounding" if all(is_rounding(each, tolerance=tolerance) for each in found) else "different"
+    is_rounded = not exact and all(is_rounding(each, tolerance=tolerance) for each in found)
+    return "within rounding" if is_rounded else "different"
 
 
 def is_rounding(difference: Difference, *, tolerance: float) -> bool:
@@ -104,38 +107,28 @@ def is_rounding(difference: Difference, *, tolerance: float) -> bool:
     return abs(a - b) <= allowed * max(abs(a), abs(b))
 
 
-def _reasons(
-    run: PureRun,
-    start: Checkpoint | None,
-    found: list[Difference],
-    steps: list[int],
-    about_now: Mapping[str, Any],
-    *,
-    verdict: str,
-    tolerance: float,
-) -> list[str]:
+def _edited(found: list[Difference], recorded: Mapping[int, Record]) -> str:
+    """What shows that records were changed, and not what was computed; empty if nothing does."""
+    odd = sorted({each.step for each in found})
+    named = ", ".join(f"{each:,}" for each in odd)
+    after = [each for each in recorded if each > odd[-1]]
+    if after:
+        return f"the record of step {named} was changed: records of later steps (from {after[0]:,}) are the same"
+    if all("fingerprint" in each for each in recorded.values()) and all(d.name != "fingerprint" for d in found):
+        return f"the record of step {named} was changed: the weights are the same bits"
+    return ""
+
+
+def _reasons(changed: list[str], *, verdict: str, tolerance: float) -> list[str]:
     lines = []
-    changed = changes(about(run, start), about_now)
-    odd = {each.step for each in found}
-    after = [each for each in steps if each > max(odd)]
-    weights_agree = not any(each.name == "fingerprint" for each in found)
-    if verdict == "within rounding" and not run.config.ranks.bitwise:
+    if verdict == "within rounding":
         lines.append(
             f"the run is not --bitwise: losses within {tolerance:g} and gradient norms within "
             f"{_NORM_FACTOR * tolerance:g} of their size are the rounding of sums in another order"
         )
-    elif after or weights_agree:
-        named = ", ".join(f"{each:,}" for each in sorted(odd))
-        why = (
-            f"records of later steps (from {after[0]:,}) have the same bits"
-            if after
-            else "the weights are the same bits"
-        )
-        lines.append(f"the record of step {named} was changed: {why}")
-        return lines
     if changed:
         lines.append("changed since: " + "; ".join(changed))
-    elif verdict == "different" or run.config.ranks.bitwise:
+    elif verdict == "different":
         lines.append(
             "versions and device are those of the run: memory or a chip failed, then or now, code that it uses was "
             "changed (a plug-in, drumline itself), or its records were"
