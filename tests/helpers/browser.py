@@ -101,7 +101,8 @@ class Page:
     def wait_for(self, script: str) -> Any:
         """The value of an expression as soon as it is true, or anything else that counts as true."""
         deadline = time.monotonic() + _LONGEST_S
-        while not (value := self.evaluate(script)):
+        told = f"(value => value instanceof Node ? true : value)({script})"  # an element is no JSON
+        while not (value := self.evaluate(told)):
             assert time.monotonic() < deadline, f"never came true: {script}; console: {self.errors}"
             time.sleep(0.02)
         return value
@@ -178,8 +179,9 @@ class _Browser:
         theirs_in, self._ask = os.pipe()
         self._answers, theirs_out = os.pipe()
         flags = [*_FLAGS, "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={self._folder}"]
+        own = "/proc/self/fd"  # dash duplicates no number above 9
         self._process = subprocess.Popen(  # it reads from 3 and writes to 4
-            ["sh", "-c", f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}', program, *flags, "about:blank"],
+            ["sh", "-c", f'exec "$0" "$@" 3<{own}/{theirs_in} 4>{own}/{theirs_out}', program, *flags, "about:blank"],
             pass_fds=(theirs_in, theirs_out),
             env={**os.environ, "HOME": self._folder},
             stdin=subprocess.DEVNULL,

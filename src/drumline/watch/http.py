@@ -65,7 +65,12 @@ def refused(status: HTTPStatus, why: str) -> Response:
 async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer) -> None:
     """Answer the requests of one connection, one after the other."""
     # Cancelled: the server ends. Python 3.11 would print a traceback for each page that is still open.
-    with suppress(OSError, asyncio.IncompleteReadError, TimeoutError, asyncio.CancelledError):
+    with suppress(asyncio.CancelledError):
+        await _serve(reader, writer, answer)
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer) -> None:
+    with suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
         wait_s = _HEAD_S
         while True:
             try:

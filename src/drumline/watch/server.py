@@ -43,6 +43,12 @@ class WatchConfig:
     host: str = "127.0.0.1"
     port: int | None = None
 
+    def __post_init__(self) -> None:
+        if not 0 <= (self.port or 0) < 1 << 16:
+            raise ConfigError(
+                f"{self.port} is no port", fix="choose one from 1 to 65535; --port 0 takes any that is free"
+            )
+
     @property
     def is_local(self) -> bool:
         return is_loopback(self.host)
@@ -96,7 +102,8 @@ class Server:
         """When a run was last asked for: only those are read on."""
         self._made: dict[tuple[Any, ...], tuple[Any, bytes]] = {}
         self._making: dict[tuple[Any, ...], asyncio.Lock] = {}
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
+        """Set once something has changed; then another one takes its place."""
         self._clients = 0
         self._names: list[str] = []
 
@@ -189,6 +196,7 @@ class Server:
             listed = ""
             yield b"retry: 1000\n\n"
             while True:
+                changed = self._changed
                 for source, before in zip(sources, seen, strict=True):
                     self._asked[source.name] = time.monotonic()
                     for event in await self._news(source, before, axis):
@@ -198,8 +206,7 @@ class Server:
                         yield b"event: runs\ndata: {}\n\n"
                     listed = now
                 try:
-                    async with self._changed:
-                        await asyncio.wait_for(self._changed.wait(), _BEAT_S)
+                    await asyncio.wait_for(changed.wait(), _BEAT_S)
                 except TimeoutError:
                     yield b": still here\n\n"
         finally:
@@ -228,8 +235,8 @@ class Server:
                 self._names = await asyncio.to_thread(self._library.names)
             after = {name: source.version() for name, source in self._shown().items()}
             if after != before or names != self._names:
-                async with self._changed:
-                    self._changed.notify_all()
+                self._changed.set()
+                self._changed = asyncio.Event()
             await asyncio.sleep(_POLL_S)
 
     def _shown(self) -> dict[str, RunSource]:
