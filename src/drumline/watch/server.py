@@ -193,7 +193,7 @@ class Server:
         self._clients += 1
         try:
             seen: list[dict[str, Any]] = [{"curves": rows} for rows in at]
-            listed = ""
+            listed: str | None = None
             yield b"retry: 1000\n\n"
             while True:
                 changed = self._changed
@@ -202,7 +202,7 @@ class Server:
                     for event in await self._news(source, before, axis):
                         yield event
                 if listed != (now := ",".join(self._names)):
-                    if listed:
+                    if listed is not None:
                         yield b"event: runs\ndata: {}\n\n"
                     listed = now
                 try:
