@@ -136,7 +136,8 @@ class Server:
             kind = f"{_TYPES[Path(name).suffix]}; charset=utf-8"
             return Response(self._files[name], kind, headers=self._gate.remember(request))
         if path == "/api/runs":
-            return await self._cached(("runs",), int(time.monotonic()), self._library.runs)
+            names = await asyncio.to_thread(self._library.names)
+            return await self._cached(("runs",), (names, int(time.monotonic())), self._library.runs)
         if path == "/api/stream":
             return self._stream(request)
         if path in ("/api/run", "/api/curves", "/api/ranks"):
