@@ -207,7 +207,8 @@ class Server:
                         yield b"event: runs\ndata: {}\n\n"
                     listed = now
                 try:
-                    await asyncio.wait_for(changed.wait(), _BEAT_S)
+                    async with asyncio.timeout(_BEAT_S):  # wait_for of Python 3.11 may lose that it is cancelled
+                        await changed.wait()
                 except TimeoutError:
                     yield b": still here\n\n"
         finally:
