@@ -239,7 +239,8 @@ class Server:
             if after != before or names != self._names:
                 self._changed.set()
                 self._changed = asyncio.Event()
-            await asyncio.sleep(_POLL_S)
+            is_behind = any(source.left_bytes for source in self._shown().values())
+            await asyncio.sleep(_POLL_S / 25 if is_behind else _POLL_S)
 
     def _shown(self) -> dict[str, RunSource]:
         recent = time.monotonic() - 2 * _BEAT_S
