@@ -2,11 +2,14 @@
 
     python benchmarks/recipe_cpu.py             # both recipes: about 7 minutes on 2 quiet cores
     python benchmarks/recipe_cpu.py --ablate    # the modern recipe short, then with one part of it left out at a time
+    python benchmarks/recipe_cpu.py --portable  # the modern recipe and the portable one: the time to the same loss
 
 Both train modern-tiny on the built-in text, side by side with one thread each, so that whatever else the machine does
 slows both alike. The modern recipe takes the preset's steps; the classic one as many as fit into the same time at the
 speed that a short run of both shows, so that its schedule ends there too. Judged by bits per byte of all validation
-text. The ablation takes a fifth of the preset's steps, the same number for each row, two rows at a time.
+text. The ablation takes a fifth of the preset's steps, the same number for each row, two rows at a time. --portable
+trains both recipes side by side for half of the steps, then the better one for 0.7 to 0.3 of them, and says which of
+these runs still ends at the loss of the other: at a loss on the way, the learning rate of a run is still high.
 """
 
 import argparse
@@ -103,6 +106,32 @@ def compare(folder: Path, steps: int) -> None:
     print(f"modern / classic  {modern.bits_per_byte / classic.bits_per_byte:.3f} (target: at most 0.85)")
 
 
+def to_the_same_loss(folder: Path, steps: int) -> None:
+    """How much sooner the better of both recipes ends at the loss of the other."""
+    print(f"{'':<10}{'steps':>6}{'bits/byte':>12}{'tokens/s':>11}{'seconds':>9}")
+
+    def show(name: str, taken: int, trained: Trained) -> None:
+        numbers = f"{trained.bits_per_byte:>12.4f}{trained.tokens_per_s:>11.0f}{trained.wall_s:>9.1f}"
+        print(f"{name:<10}{taken:>6}{numbers}", flush=True)
+
+    names = ("modern", "portable")
+    both = dict(zip(names, side_by_side(folder, [(f"--recipe {name}", steps, "") for name in names]), strict=True))
+    for name, trained in both.items():
+        show(name, steps, trained)
+    better, other = sorted(names, key=lambda name: both[name].bits_per_byte)
+    shares = (0.7, 0.5, 0.4, 0.3)
+    shorter = [(f"--recipe {better}", round(steps * share), "") for share in shares]
+    enough = 1.0
+    for share, trained in zip(shares, side_by_side(folder, shorter), strict=True):
+        show(better, round(steps * share), trained)
+        enough = share if trained.bits_per_byte <= both[other].bits_per_byte else enough
+    ratio = both[better].tokens_per_s / both[other].tokens_per_s / enough
+    least = "at least " if enough == shares[-1] else ""
+    print(
+        f"{better} ends at the loss of {other} or below with {enough:g} of the steps: {least}{ratio:.2f} times as fast"
+    )
+
+
 def ablate(folder: Path, steps: int) -> None:
     print(f"{steps} steps\n{'without':<42}bits/byte   tokens/s")
     runs = [(f"--recipe modern {flags}", steps, "") for flags in WITHOUT.values()]
@@ -114,7 +143,10 @@ def ablate(folder: Path, steps: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ablate", action="store_true")
-    parser.add_argument("--steps", type=int, help="of the modern recipe. Default: the preset's; a fifth with --ablate")
+    parser.add_argument("--portable", action="store_true")
+    parser.add_argument(
+        "--steps", type=int, help="of the modern recipe. Default: the preset's; a fifth or half with a flag"
+    )
     arguments = parser.parse_args()
     usual = STEPS
     header()
@@ -123,6 +155,8 @@ def main() -> None:
         drumline("prepare", "builtin", "--out", str(folder / "text"), "--vocab_size", str(PRESET.vocab_size))
         if arguments.ablate:
             ablate(folder, arguments.steps or usual // 5)
+        elif arguments.portable:
+            to_the_same_loss(folder, arguments.steps or usual // 2)
         else:
             compare(folder, arguments.steps or usual)
 

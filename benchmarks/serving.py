@@ -115,7 +115,7 @@ class Collected:
         self.ids.append(token.token)
         return True
 
-    def ended(self, reason: Reason) -> None:
+    def ended(self, reason: Reason, token: Scored | None) -> None:
         """All are there."""
 
 

@@ -301,3 +301,11 @@ def test_any_hugging_face_model_is_fine_tuned_and_saved_for_from_pretrained(
     curve = list(losses(tmp_path / "runs/finetune_hugging_face").values())
     assert curve[-1] < curve[0]
     AutoModelForCausalLM.from_pretrained(tmp_path / "finetuned")
+
+
+def test_a_small_model_is_trained_on_text_then_on_conversations_and_asked(
+    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_here(tmp_path, script("chat.py", "--text", "text", "--steps", "2"), monkeypatch)
+    assert [finished(tmp_path / "runs" / name)["step"] for name in ("base", "chat")] == [2, 2]
+    assert capsys.readouterr().out.count("\n> What does ") >= 4

@@ -19,4 +19,4 @@ def count(number: float) -> str:
 
 def counted(number: float, noun: str) -> str:
     """1 rank, 1,024 ranks, 0.5 epochs, 2 batches"""
-    return f"{f'{number:,}'.removesuffix('.0')} {noun}{'' if number == 1 else 'es' if noun[-2:] == 'ch' else 's'}"
+    return f"{f'{number:,}'.removesuffix('.0')} {noun}{'' if number == 1 else 'es' if noun[-3:] == 'tch' else 's'}"

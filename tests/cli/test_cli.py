@@ -16,7 +16,8 @@ import pytest
 from helpers.small import small
 
 import drumline
-from drumline.cli.app import COMMANDS, parser, run_command
+from drumline.cli.app import parser, run_command
+from drumline.cli.overview import COMMANDS
 from drumline.config.toml_file import sections
 from drumline.errors import EXIT_USAGE, EXIT_USER
 from drumline.files.run_folder import RunFolder
@@ -48,7 +49,10 @@ def test_help_explains_every_setting_in_groups(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "150")
-    for command in (parser(), parser()["train"]):  # a console that an earlier error made keeps the width of that time
+    for command in (
+        parser("train"),
+        parser("train")["train"],
+    ):  # a console that an earlier error made keeps the width of that time
         monkeypatch.setattr(command, "_fallback_console", None)
     run_command(["train", "--help"])
     shown = capsys.readouterr().out

@@ -29,7 +29,7 @@ any_text = st.lists(
 
 def changed(**changes: object) -> bytes:
     """The trained tokenizer.json with some of its top-level entries replaced."""
-    return json.dumps(json.loads(TOKENIZER._serialized) | changes).encode()
+    return json.dumps(json.loads(TOKENIZER.serialized) | changes).encode()
 
 
 def added_token(content: str, *, id: int, special: bool = True) -> dict[str, object]:
@@ -122,7 +122,7 @@ def test_a_missing_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("token", ["</s>", "<|end_of_text|>", "<eos>"])
 def test_the_end_of_text_of_other_tokenizers_is_found(token: str) -> None:
-    model = json.loads(TOKENIZER._serialized)["model"]
+    model = json.loads(TOKENIZER.serialized)["model"]
     model["vocab"][token] = model["vocab"].pop(END_OF_TEXT)
     other = Tokenizer(changed(model=model, added_tokens=[added_token(token, id=0)]), origin="other")
     assert other.end_of_text == 0
@@ -131,7 +131,7 @@ def test_the_end_of_text_of_other_tokenizers_is_found(token: str) -> None:
 
 
 def test_a_tokenizer_without_an_end_of_text_is_refused() -> None:
-    model = json.loads(TOKENIZER._serialized)["model"]
+    model = json.loads(TOKENIZER.serialized)["model"]
     model["vocab"]["something else"] = model["vocab"].pop(END_OF_TEXT)
     with pytest.raises(DataError, match="other has no end-of-text token"):
         Tokenizer(changed(model=model, added_tokens=[]), origin="other")

@@ -85,7 +85,7 @@ def plot(*args, **kwargs):
     while not os.path.exists("done"):
         time.sleep(0.05)
 
-drumline.train.summary.plot_loss = plot
+drumline.train.summary.write_report = plot
 """
 
 

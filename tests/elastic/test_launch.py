@@ -1,6 +1,7 @@
 """Every way to start ranks on one machine trains the same run, and none leaves a process behind."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -111,6 +113,10 @@ def test_ctrl_c_stops_all_ranks_at_a_saved_step_and_leaves_no_process(
     assert status["state"] == "stopped" and RunFolder(tmp_path / "run").checkpoint(status["step"]).exists()
 
 
+def events_of(folder: RunFolder) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in folder.events.read_text().splitlines()]
+
+
 @pytest.mark.needs_shm
 def test_a_rank_that_is_killed_is_named_and_with_no_restarts_ends_the_run(
     reference: tuple[Path, list[float]], tmp_path: Path
@@ -123,6 +129,8 @@ def test_a_rank_that_is_killed_is_named_and_with_no_restarts_ends_the_run(
     status = RunFolder(tmp_path / "run").read_status()
     assert status["state"] == "failed" and "SIGKILL" in status["cause"]
     assert status["first_cause"]["rank"] == 1 and status["first_cause"]["host"] == socket.gethostname()
+    last = events_of(RunFolder(tmp_path / "run"))[-1]
+    assert last["event"] == "failed" and last["cause"] == status["first_cause"]
 
 
 @pytest.mark.needs_shm
@@ -134,7 +142,16 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
     assert process.returncode == 0, err
     assert err.startswith("rank 1 on ") and "was killed by SIGKILL at step " in err
     assert len(losses(tmp_path / "run")) == 60
-    assert RunFolder(tmp_path / "run").read_status()["state"] == "finished"
+    folder = RunFolder(tmp_path / "run")
+    assert folder.read_status()["state"] == "finished"
+    events = [each for each in events_of(folder) if each["event"] not in ("saved", "snapshot")]
+    assert [each["event"] for each in events] == ["started", "restart", "resumed", "finished"]
+    started, restart, resumed, _ = events
+    assert started["world_size"] == resumed["world_size"] == restart["world_size"] == 2
+    assert started["hosts"] == [socket.gethostname()] * 2 and started["versions"]["torch"]
+    assert restart["cause"]["rank"] == 1 and restart["cause"]["what"] == "SIGKILL" and restart["what"] in err
+    assert resumed["from"] in ("snapshot", "checkpoint") and resumed["step"] <= restart["cause"]["step"]
+    assert [each["time"] for each in events] == sorted(each["time"] for each in events)
 
 
 @pytest.mark.needs_shm

@@ -1,6 +1,5 @@
 """lm-evaluation-harness on a run: without an export, and the numbers that it gives on an exported one."""
 
-import importlib.util
 import json
 import re
 import sys
@@ -9,64 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.stories import WORDS, write_stories
+from helpers.stories import write_stories
+from helpers.tasks import CHOICE, HAS_HARNESS, NAMES, write_tasks
 
 from drumline.cli.app import run_command
 
-HAS_HARNESS = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("lm_eval", "accelerate")),
-    reason="needs lm-eval and accelerate (pip install 'drumline[eval]' accelerate)",
+NEEDS_HARNESS = pytest.mark.skipif(
+    not HAS_HARNESS, reason="needs lm-eval and accelerate (pip install 'drumline[eval]' accelerate)"
 )
-CHOICE = """
-task: stories_choice
-dataset_path: json
-dataset_kwargs: {data_files: {test: FOLDER/stories.json}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{passage}}"
-doc_to_target: right
-doc_to_choice: "{{choices}}"
-metric_list: [{metric: acc}, {metric: acc_norm}]
-"""
-TEXT = """
-task: stories_text
-dataset_path: json
-dataset_kwargs: {data_files: {test: FOLDER/stories.json}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{passage}}"
-metric_list: [{metric: bits_per_byte}]
-"""
-WRITING = """
-task: stories_writing
-dataset_path: json
-dataset_kwargs: {data_files: {test: FOLDER/stories.json}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{passage}}"
-doc_to_target: "{{written}}"
-generation_kwargs: {until: ["was"], max_gen_toks: 8, do_sample: false}
-metric_list: [{metric: exact_match}]
-"""
-NAMES = ["stories_choice", "stories_text", "stories_writing"]
-
-
-def write_tasks(folder: Path) -> None:
-    """Three kinds of tasks, with a file of data beside them."""
-    folder.mkdir()
-    for name, text in zip(NAMES, (CHOICE, TEXT, WRITING), strict=True):
-        (folder / f"{name}.yaml").write_text(text.replace("FOLDER", str(folder)))
-    rows = [
-        {
-            "passage": " ".join(WORDS[at % 7 : 8 + at]),
-            "choices": [" " + " ".join(WORDS[(at + skip) % 20 :][: 1 + skip]) for skip in range(3)],
-            "right": at % 3,
-            "written": " quiet, as it",
-        }
-        for at in range(12)
-    ]
-    (folder / "stories.json").write_text("\n".join(map(json.dumps, rows)))
 
 
 @pytest.fixture
@@ -77,7 +26,7 @@ def run(tmp_path: Path, train: Callable[..., int]) -> Path:
     return tmp_path / "run"
 
 
-@HAS_HARNESS
+@NEEDS_HARNESS
 def test_the_harness_gives_the_numbers_that_it_gives_through_transformers_on_the_exported_model(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +80,7 @@ def same_by_request(run: Path, samples: dict[str, Any]) -> None:
             assert ours == (theirs if kind == "generate_until" else pytest.approx(theirs, abs=1e-3))
 
 
-@HAS_HARNESS
+@NEEDS_HARNESS
 @pytest.mark.parametrize(
     ("words", "error"),
     [

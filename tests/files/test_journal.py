@@ -65,7 +65,7 @@ def test_a_disk_that_refuses_is_reported_once_and_no_event_is_lost(
     journal.event("saved", step=3)
     journal.status("finished", step=3, total_steps=3)
     assert records.flush()
-    assert [event["step"] for event in events(folder)] == [1, 2, 3] and folder.read_status()["step"] == 3
+    assert [event["step"] for event in events(folder)] == [1, 2, 3, 3] and folder.read_status()["step"] == 3
     assert capsys.readouterr().out.count("is writable again") == 2
 
     def full(path: Path) -> None:

@@ -59,6 +59,7 @@ class Collected:
         self.tokens: list[Scored] = []
         self.prompt: list[Scored] = []
         self.reason: Reason | None = None
+        self.end: Scored | None = None
         self.enough = enough
 
     def prompt_scored(self, tokens: list[Scored]) -> None:
@@ -69,9 +70,9 @@ class Collected:
         self.tokens.append(token)
         return len(self.tokens) < self.enough
 
-    def ended(self, reason: Reason) -> None:
+    def ended(self, reason: Reason, token: Scored | None) -> None:
         assert self.reason is None
-        self.reason = reason
+        self.reason, self.end = reason, token
 
     @property
     def ids(self) -> list[int]:
@@ -167,6 +168,20 @@ def test_no_tokens_are_made_where_only_the_prompt_is_to_be_scored() -> None:
     assert collected(each).reason == "length"
 
 
+def test_the_token_that_ends_a_text_has_a_log_probability_if_they_are_asked_for() -> None:
+    first = alone("modern", request([9, 12], max_tokens=1), end=None)[0]
+    engine, plain, scored = engine_of("modern", 2, end=first), request([9, 12]), request([9, 12])
+    scored.top = 0
+    for each in (plain, scored):
+        engine.submit(each)
+    finish(engine)
+    assert collected(plain).ids == collected(scored).ids == [] and collected(plain).end is None
+    with torch.no_grad():
+        logprobs = MODELS["modern"](torch.tensor([[9, 12]]))[0][0, -1].log_softmax(dim=0)
+    assert collected(scored).end == Scored(first, pytest.approx(float(logprobs[first]), abs=1e-5), ())
+    assert collected(scored).reason == "stop"
+
+
 def test_a_request_that_is_cancelled_or_has_enough_frees_its_slot_at_once() -> None:
     engine = engine_of("modern", 1)
     first, second, third = (request([n]) for n in (9, 10, 11))
@@ -188,8 +203,8 @@ def test_a_batch_that_fails_ends_its_requests_and_the_engine_goes_on(caplog: pyt
             raise RuntimeError("a bug")
 
     class Closing(Collected):
-        def ended(self, reason: Reason) -> None:
-            super().ended(reason)
+        def ended(self, reason: Reason, token: Scored | None) -> None:
+            super().ended(reason, token)
             engine.close()
 
     engine, bad, good = engine_of("classic", 1), request([9]), request([10])

@@ -18,6 +18,8 @@ def get_path(name, *how, **more):
     # A package of the standard library is text enough: to prepare all of it would take most of the time.
     return path_of(name, *how, **more) + ("/encodings" if name == "stdlib" else "")
 sysconfig.get_path = get_path
+import drumline.report.records
+drumline.report.records._SPARED_S = 3600.0  # on a busy machine, two steps take longer than that
 os.getloadavg = lambda: (0.0, 0.0, 0.0)  # what is said about a busy machine is not part of a run
 def ending(code):
     files = {n: m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "drumline" and m.__file__}

@@ -101,7 +101,7 @@ def test_a_disk_that_never_answers_ends_no_run_and_what_is_lost_is_told(here: Pa
     assert f"warning: run/metrics.jsonl lacks {STEPS + 10} lines that could not be written" in said, said
     assert folder.read_status()["state"] == "finished" and folder.read_status()["step"] == STEPS
     assert folder.log.read_text().count("| loss ") == STEPS
-    assert read_metrics(folder.events)[-1]["event"] == "saved"
+    assert read_metrics(folder.events)[-1]["event"] == "finished"
 
 
 SLOW = """

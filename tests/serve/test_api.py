@@ -9,11 +9,14 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import torch
 from openai import AsyncOpenAI, OpenAI
 from serve.conftest import Server
 
 from drumline.generate import SampleConfig, WritingRun, sample_run, writing_run
+from drumline.generate.loading import load_run
 from drumline.generate.streaming import sample_text
+from drumline.model.gpt import GPT
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +105,20 @@ def test_log_probabilities_come_with_alternatives_offsets_and_the_echoed_prompt(
     assert scored.choices[0].logprobs.token_logprobs[1:] == pytest.approx(
         scores.token_logprobs[1 : len(scored.choices[0].logprobs.tokens)], abs=1e-5
     )
+
+
+def test_only_ids_of_the_tokenizer_have_a_probability(client: OpenAI, a_run: Path) -> None:
+    """As in an exported model: the rows that round up the vocabulary are for training."""
+    run = load_run(a_run)
+    assert run.tokenizer is not None and isinstance(run.model, GPT)
+    known, ids = run.tokenizer.vocab_size, run.tokenizer.encode("Document 3, line")
+    assert known < run.model.token_embedding.num_embeddings
+    with torch.no_grad():
+        logits = run.model.eval()(torch.tensor([ids]))[0][0, :-1, :known]  # (T - 1, V)
+    wanted = logits.log_softmax(dim=-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+    scored = client.completions.create(model="small", prompt=ids, max_tokens=0, echo=True, logprobs=1).choices[0]
+    assert scored.logprobs is not None and scored.logprobs.token_logprobs is not None
+    assert scored.logprobs.token_logprobs[1:] == pytest.approx(wanted, abs=1e-4)
 
 
 def test_text_ends_before_a_stop_string_and_says_why(client: OpenAI, loaded: WritingRun) -> None:

@@ -45,7 +45,7 @@ def test_one_command_goes_from_text_to_a_model_that_writes(
     run = Path("runs/modern-tiny")
     assert "bits/byte" in said and "sample:" in said
     assert f"drumline sample {run}" in said and f"drumline evaluate {run}" in said and sha256(run) in said
-    for name in ("config.toml", "metrics.jsonl", "train.log", "tokenizer.json", "status.json", "loss.png"):
+    for name in ("config.toml", "metrics.jsonl", "train.log", "tokenizer.json", "status.json", "report.html"):
         assert (run / name).stat().st_size > 0
     records = read_metrics(run / "metrics.jsonl")
     losses = [record["loss"] for record in records if "loss" in record]

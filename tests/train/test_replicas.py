@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from drumline.checkpoint.checkpoints import checkpoint_paths
 from drumline.checkpoint.retention import step_of
+from drumline.checkpoint.state import weights_fingerprint
 from drumline.config.model import GPTConfig
 from drumline.errors import EXIT_CRASHED
 from drumline.files.run_folder import RunFolder
 from drumline.model.gpt import GPT
 from drumline.train.guard import ReplicaDriftError
-from drumline.train.trouble import replica_digest
 
 HOST = socket.gethostname()
 
@@ -104,7 +104,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
     offset=st.integers(0, 3),
     draw=st.integers(0, 2**31),
 )
-def test_any_single_flipped_bit_changes_the_digest(
+def test_any_single_flipped_bit_changes_the_fingerprint(
     dtype: torch.dtype, shape: tuple[int, ...], offset: int, draw: int
 ) -> None:
     model = nn.Linear(2, 1)
@@ -112,11 +112,11 @@ def test_any_single_flipped_bit_changes_the_digest(
     whole = torch.randint(0, 2, (offset + math.prod(shape),), generator=generator).to(dtype)
     model.register_buffer("odd", whole[offset:].view(shape))  # a part of something larger need not be aligned
     model.register_buffer("empty", torch.empty(0))
-    before = replica_digest(model)
+    before = weights_fingerprint(model)
     tensors = [tensor.detach() for tensor in model.state_dict(keep_vars=True).values() if tensor.numel()]
     tensor = tensors[draw % len(tensors)]
     bit = draw % (8 * tensor.nbytes) if tensor.dtype != torch.bool else 8 * (draw % tensor.numel())
     flip(tensor, bit=bit)
-    assert replica_digest(model) != before
+    assert weights_fingerprint(model) != before
     flip(tensor, bit=bit)
-    assert replica_digest(model) == before
+    assert weights_fingerprint(model) == before

@@ -62,7 +62,7 @@ def held_in(phase, work):
 
 drumline.checkpoint.saver.write_tensors = held_in("saving", drumline.checkpoint.saver.write_tensors)
 drumline.checkpoint.in_memory.write_large = held_in("saving", drumline.checkpoint.in_memory.write_large)
-drumline.train.summary.plot_loss = held_in("exiting", drumline.train.summary.plot_loss)
+drumline.train.summary.write_report = held_in("exiting", drumline.train.summary.write_report)
 if HOLD == "compiling":
     from torch._dynamo.backends.debugging import aot_eager  # without g++, which would take half a minute
     from torch._inductor import compile_fx
@@ -214,9 +214,9 @@ def test_after_the_last_step_what_is_shown_at_the_end_is_cut_short(
     shutil.copytree(prepared[0], here / "data")
     code, said = stopped_in("exiting", signum, nproc=nproc)
     assert code == EXIT_STOPPED and "stopped after the last step, everything is saved" in said, said
-    assert saved_step() == STEPS and not (here / "run" / "loss.png").exists()
+    assert saved_step() == STEPS and not (here / "run" / "report.html").exists()
     assert finish() == prepared[1]
-    assert (here / "run" / "loss.png").exists()
+    assert (here / "run" / "report.html").exists()
 
 
 @pytest.mark.needs("compiler")

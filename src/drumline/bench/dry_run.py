@@ -12,7 +12,7 @@ import torch
 
 from drumline.bench.copies import State, in_shared_memory, on_gpu
 from drumline.config import TrainConfig, gpt_config, preset, to_toml, with_preset
-from drumline.data import BatchPlan, TokenFile, check_sources, is_tokens, open_tokens, plan_batches, with_vocabulary
+from drumline.data import BatchPlan, TokenFile, check_sources, is_tokens, open_tokens, plan_batches, with_token_facts
 from drumline.files import choose_folder
 from drumline.huggingface import export_note
 from drumline.kernels import FUSED, fits, has_kernels
@@ -33,7 +33,7 @@ def describe(config: TrainConfig, *, nproc: int) -> tuple[str, str]:
 
     nproc: number of ranks that the command would start here; 0 if this process would train itself
     """
-    config = with_preset(with_vocabulary(config) if is_tokens(config.data.train_data_path) else config)
+    config = with_preset(with_token_facts(config) if is_tokens(config.data.train_data_path) else config)
     folder = choose_folder(config)
     if not folder.data.exists():  # a run that exists has tokens of its own
         check_sources(config.data)
@@ -92,7 +92,8 @@ def _length(config: TrainConfig, plan: BatchPlan, tokens: TokenFile | None) -> s
     epochs = counted(batch.epochs, "epoch")
     if tokens is None:
         return f"{epochs}; the number of steps is known once the text is tokenized"
-    steps = math.ceil(batch.epochs * ((len(tokens) - 1) // context) / plan.sequences)
+    items = (len(tokens) - 1) // context if tokens.targets is None else tokens.windows(context)
+    steps = math.ceil(batch.epochs * items / plan.sequences)
     return f"{steps:,} ({epochs} of {count(len(tokens))} tokens)"
 
 

@@ -27,6 +27,6 @@ if TYPE_CHECKING:
     from drumline.checkpoint.resuming import check_resume, find_snapshots, has_begun, what_to_resume
     from drumline.checkpoint.retention import Retention
     from drumline.checkpoint.saver import Saver
-    from drumline.checkpoint.state import weights, weights_sha256
+    from drumline.checkpoint.state import weights, weights_fingerprint, weights_sha256
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

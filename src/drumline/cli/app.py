@@ -22,25 +22,6 @@ if TYPE_CHECKING:
 
 PROCESS = SimpleNamespace(is_ours=False)
 """Whether this process runs nothing but the `drumline` command, so that it may fork and exit at any time."""
-COMMANDS = {
-    "drumline.cli.prepare:prepare": "Tokenize text into .bin files, in the format of nanoGPT.",
-    "drumline.cli.train:train": "Train a model. Without arguments: a small GPT on Python source code.",
-    "drumline.cli.generate:evaluate": "Validation loss of a run's newest checkpoint, or its results in tasks.",
-    "drumline.cli.generate:sample": "Generate text with a run's newest checkpoint.",
-    "drumline.cli.runs:export": "Export a run as a Hugging Face model, or list which settings are which class.",
-    "drumline.cli.runs:import_": "Make a run of a Hugging Face model, or of nanoGPT's ckpt.pt, without training.",
-    "drumline.cli.generate:chat": "Talk to a run's newest checkpoint in the terminal.",
-    "drumline.cli.generate:serve": "Serve a run's newest checkpoint: OpenAI's API, and a page to talk to the model.",
-    "drumline.cli.runs:runs": "List runs with their state and latest losses.",
-    "drumline.cli.runs:watch": "A live page of runs: curves, ranks, events and samples, from their folders alone.",
-    "drumline.cli.runs:report": "Write one file about a run: its curves, config, events, samples.",
-    "drumline.cli.checkpoint:checkpoint": "List, verify, export or prune the checkpoints of a run.",
-    "drumline.cli.bench:bench": "Measure training throughput, where step time goes, and the largest batch that fits.",
-    "drumline.cli.doctor:doctor": "Check this machine, or several hosts, and print a fix for each problem.",
-    "drumline.cli.launch:launch": "Start one run on several hosts over SSH, or as a SLURM or Kubernetes job.",
-    "drumline.cli.drill:drill": "Inject faults into a small run repeatedly and verify that no work is lost.",
-}
-"""Module of each command, and its line in `drumline --help`, which imports none of them."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -83,7 +64,7 @@ def run_command(argv: list[str]) -> int:
 
         sys.stdout.write(overview())
         return 0
-    app = parser()
+    app = parser("train" if argv[0] == "train" else "")
     try:
         if argv[:1] == ["train"] and _names_files(argv):
             from drumline.cli.layers import file_layers
@@ -102,9 +83,15 @@ def run_command(argv: list[str]) -> int:
 
 
 @cache
-def parser() -> App:
-    """What parses a command line and calls its command."""
+def parser(command: str = "") -> App:
+    """What parses a command line and calls its command: any, or `train`."""
     from cyclopts import App, Parameter
+
+    places = ["drumline.cli.train:train"]
+    if command != "train":
+        from drumline.cli.overview import COMMANDS
+
+        places = list(COMMANDS)
 
     app = App(
         name="drumline",
@@ -114,7 +101,7 @@ def parser() -> App:
         result_action="return_value",
         suppress_keyboard_interrupt=False,
     )
-    for place in COMMANDS:
+    for place in places:
         app.command(place, name=place.rpartition(":")[2].rstrip("_"))  # `import` is a keyword
     return app
 

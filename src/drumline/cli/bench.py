@@ -1,4 +1,4 @@
-"""The command line of `drumline bench`: parse, measure, show."""
+"""`drumline bench` and `drumline drill`: measure this machine, and what a run on it withstands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter
 
 from drumline.bench import BenchConfig
-from drumline.errors import EXIT_INTERRUPTED, DrumlineError
+from drumline.errors import EXIT_FAILED, EXIT_INTERRUPTED, DrumlineError
 
 if TYPE_CHECKING:
     from drumline.bench import Report
@@ -109,3 +109,36 @@ def print_dry_run(config: TrainConfig, *, nproc: int) -> int:
     print(toml)
     print(estimates, file=sys.stderr)
     return 0
+
+
+def drill(
+    *,
+    faults: str = "kill,crash,stop,term,disk,corrupt,nan,host",
+    minutes: float = 2.0,
+    ranks: int = 2,
+    seed: int = 0,
+    folder: Path = Path("runs/drill"),
+) -> int:
+    """Inject faults into a small run repeatedly and verify that no work is lost.
+
+    Parameters
+    ----------
+    faults
+        Faults to inject, as kill,nan. stop freezes a rank, term sends SIGTERM, host kills a host.
+    minutes
+        Duration, not counting the reference run without faults.
+    ranks
+        Number of ranks.
+    seed
+        Random seed; the same seed injects the same faults.
+    folder
+        Folder for the runs and for drill.json, the results.
+    """
+    from drumline.drill import COLUMNS, DrillConfig, conclusion, fault_rows, parse_faults, run_drill
+    from drumline.report import print_table
+
+    config = DrillConfig(faults=parse_faults(faults), minutes=minutes, ranks=ranks, seed=seed, folder=folder)
+    report = run_drill(config, say=lambda text: print(text, flush=True))
+    print_table(COLUMNS, fault_rows(report))
+    print("\n".join(conclusion(report)))
+    return 0 if report.passed else EXIT_FAILED

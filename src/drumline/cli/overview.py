@@ -5,8 +5,28 @@ from __future__ import annotations
 import shutil
 import textwrap
 
-from drumline.cli.app import COMMANDS
-
+COMMANDS = {
+    "drumline.cli.prepare:prepare": "Tokenize text into .bin files, in the format of nanoGPT.",
+    "drumline.cli.train:train": "Train a model. Without arguments: a small GPT on Python source code.",
+    "drumline.cli.generate:evaluate": "Validation loss of a run's newest checkpoint, or its results in tasks.",
+    "drumline.cli.generate:sample": "Generate text with a run's newest checkpoint.",
+    "drumline.cli.runs:export": "Export a run as a Hugging Face model, or list which settings are which class.",
+    "drumline.cli.runs:import_": "Make a run of a Hugging Face model, or of nanoGPT's ckpt.pt, without training.",
+    "drumline.cli.generate:chat": "Talk to a run's newest checkpoint in the terminal.",
+    "drumline.cli.generate:serve": "Serve a run's newest checkpoint: OpenAI's API, and a page to talk to the model.",
+    "drumline.cli.runs:runs": "List runs with their state and latest losses.",
+    "drumline.cli.runs:watch": "A live page of runs: curves, ranks, events and samples, from their folders alone.",
+    "drumline.cli.runs:report": "Write one file about a run: its curves, config, events, samples.",
+    "drumline.cli.reasons:blame": "List the documents of a step by their losses; make a list of those to leave out.",
+    "drumline.cli.reasons:replay": "Compute steps of a run again, and compare them with its records bit by bit.",
+    "drumline.cli.reasons:diff": "Find the step, and the tensor, in which two runs part.",
+    "drumline.cli.checkpoint:checkpoint": "List, verify, export or prune the checkpoints of a run.",
+    "drumline.cli.bench:bench": "Measure training throughput, where step time goes, and the largest batch that fits.",
+    "drumline.cli.doctor:doctor": "Check this machine, or several hosts, and print a fix for each problem.",
+    "drumline.cli.launch:launch": "Start one run on several hosts over SSH, or as a SLURM or Kubernetes job.",
+    "drumline.cli.bench:drill": "Inject faults into a small run repeatedly and verify that no work is lost.",
+}
+"""Module of each command, and its line in `drumline --help`, which imports none of them."""
 _ABOUT = "Train GPT-style language models: from raw text to a model that generates text, with one command."
 _FLAGS = {"--help, -h": "Display this page.", "--version": "Display the version."}
 _WIDEST = 120

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from drumline.config import OnError
 from drumline.units import counted
@@ -17,6 +17,7 @@ def prepare(
     /,
     *,
     out: Path,
+    format: Literal["text", "chat"] = "text",
     field: str = "text",
     on_error: OnError = "stop",
     tokenizer: Path | None = None,
@@ -32,8 +33,10 @@ def prepare(
         File, folder, glob, Hugging Face name, package.module:name, or builtin.
     out
         Output folder for train.bin, valid.bin, tokenizer.json and manifest.json.
+    format
+        text, or chat: rows of messages (role and content) to train on the assistant's tokens only.
     field
-        Field of .jsonl, .json and .parquet rows that contains the text.
+        Field of .jsonl, .json and .parquet rows that contains the text. Default with --format chat: messages.
     on_error
         Unreadable text: stop at the first error, or skip it and report how much was skipped.
     tokenizer
@@ -55,6 +58,10 @@ def prepare(
         raise ConfigError(f"{source} is tokenized already", fix=command("train", "--train_data_path", source))
     corpus = Corpus(source, field, on_error, valid, valid_fraction)
     recipe = Recipe(corpus, Tokenizer.load(tokenizer) if tokenizer else None, vocab_size)
+    if format == "chat":
+        from drumline.chats import chat_recipe
+
+        recipe = chat_recipe(recipe, tokenizer)
     with preparing() as progress:
         made = prepare_tokens(recipe, out, progress=progress)
     for line in prepared_lines(made):
@@ -69,12 +76,15 @@ def prepare(
 
 def prepared_lines(made: Prepared) -> list[str]:
     """The result as text."""
+    from drumline.data import targets_file
+
     text_mb = sum(split.text_bytes for split in made.manifest.splits.values()) / 1e6
     how = f"{text_mb:.1f} MB of text in {made.seconds:.1f} s ({text_mb / made.seconds:.1f} MB/s)"
     how = "already exists" if made.reused else how
     lines = [f"{made.path}: {how}, vocabulary {made.manifest.vocab_size:,}"]
     for name, split in made.manifest.splits.items():
-        lines.append(f"  {name}.bin   {split.tokens:,} tokens in {counted(split.documents, 'document')}")
+        kind = "conversation" if targets_file(name) in made.manifest.files else "document"
+        lines.append(f"  {name}.bin   {split.tokens:,} tokens in {counted(split.documents, kind)}")
     if made.skipped.count:
         lines.append(f"skipped {made.skipped.count} unreadable; the first: {'; '.join(made.skipped.first)}")
     return lines

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from drumline.config.model import GPTConfig, ModelSettings
     from drumline.config.options import plugin_options
     from drumline.config.presets import PRESETS, PRETRAINED, RECIPES, filled, gpt_config, preset, with_preset
+    from drumline.config.ranges import refuse_batch, refuse_ranks
     from drumline.config.resolve import resolved
     from drumline.config.resumed import refuse_changes, with_stored_batch
     from drumline.config.settings import (

@@ -20,44 +20,16 @@ CLASSIC: dict[str, Any] = {}
 MODERN: dict[str, Any] = {"positions": "rope", "norm": "rmsnorm", "activation": "relu2", "qk_norm": True, "bias": False}
 
 
+_ADAMW = {"optimizer": "adamw", "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_clip": 1.0}
+_MUON = {"optimizer": "muon", "beta1": 0.8, "beta2": 0.95, "eps": 1e-10, "weight_decay": 0.0, "grad_clip": 0.0}
+_COSINE = {"schedule": "cosine", "min_lr_ratio": 0.1, "decay_fraction": 0.2}
+_WSD = {"schedule": "wsd", "warmup_steps": 0, "min_lr_ratio": 0.0, "decay_fraction": 0.5}
+_UNTIED = {"tie_embeddings": False, "init": "zero", "norm_weights": False, "embedding_lr": 0.4, "head_lr": 0.003}
 RECIPES: dict[Recipe, dict[str, Any]] = {
-    "classic": {
-        "short_contexts": 0.0,
-        "optimizer": "adamw",
-        "schedule": "cosine",
-        "min_lr_ratio": 0.1,
-        "decay_fraction": 0.2,
-        "weight_decay": 0.1,
-        "momentum": 0.9,
-        "beta1": 0.9,
-        "beta2": 0.95,
-        "eps": 1e-8,
-        "grad_clip": 1.0,
-    },
-    "modern": {
-        "tie_embeddings": False,
-        "init": "zero",
-        "norm_weights": False,
-        "softcap": 15.0,
-        "value_tables": 3,
-        "smear": True,
-        "short_contexts": 0.5,
-        "optimizer": "muon",
-        "embedding_lr": 0.4,
-        "head_lr": 0.003,
-        "schedule": "wsd",
-        "warmup_steps": 0,
-        "min_lr_ratio": 0.0,
-        "decay_fraction": 0.5,
-        "weight_decay": 0.0,
-        "momentum": 0.9,
-        "beta1": 0.8,
-        "beta2": 0.95,
-        "eps": 1e-10,
-        "grad_clip": 0.0,
-    },
+    "classic": {"short_contexts": 0.0, "momentum": 0.9, **_ADAMW, **_COSINE},
+    "portable": {"short_contexts": 0.5, "momentum": 0.9, **_MUON, **_WSD, **_UNTIED},
 }
-RECIPES["portable"] = {**RECIPES["modern"], "softcap": 0.0, "value_tables": 0, "smear": False}
+RECIPES["modern"] = {**RECIPES["portable"], "softcap": 15.0, "value_tables": 3, "smear": True}
 """The settings of each recipe; model settings that it does not list have GPTConfig's defaults. See docs/recipe.md."""
 HEAD_LR_WIDTH = 768
 """The width that a recipe's `head_lr` is for: the learning rate is inversely proportional to it."""
@@ -86,35 +58,19 @@ SMALL = {"n_layers": 12, "n_heads": 12, "d_model": 768, "d_ff": 3072}
 MEDIUM = {"n_layers": 24, "n_heads": 16, "d_model": 1024, "d_ff": 4096}
 LARGE = {"n_layers": 36, "n_heads": 20, "d_model": 1280, "d_ff": 5120}
 XL = {"n_layers": 48, "n_heads": 25, "d_model": 1600, "d_ff": 6400}
+_SHORT: dict[str, Any] = {"context": 128, "vocab_size": 2048}
+_QUICK: dict[str, Any] = {"context": 256, "vocab_size": 2048, "adjusted": {"short_contexts": 0.0}, "total_steps": 380}
 
 
 PRESETS: dict[str, Preset] = {
-    "tiny": Preset(
-        shape=TINY,
-        family=CLASSIC,
-        recipe="classic",
-        context=128,
-        vocab_size=2048,
-        batch_size=16,
-        lr=2e-3,
-        total_steps=800,
-    ),
+    "tiny": Preset(shape=TINY, family=CLASSIC, recipe="classic", lr=2e-3, total_steps=800, batch_size=16, **_SHORT),
     "gpt2": Preset(shape=SMALL, family=CLASSIC, recipe="classic", lr=6e-4),
     "gpt2-medium": Preset(shape=MEDIUM, family=CLASSIC, recipe="classic", lr=3e-4),
     "gpt2-large": Preset(shape=LARGE, family=CLASSIC, recipe="classic", lr=2.5e-4),
     "gpt2-xl": Preset(shape=XL, family=CLASSIC, recipe="classic", lr=2e-4),
     # The default of `drumline train`: small enough for a few minutes on two cores.
-    "modern-tiny": Preset(
-        shape={**TINY, "n_layers": 3},
-        family=MODERN,
-        recipe="modern",
-        context=256,
-        vocab_size=2048,
-        lr=2e-3,
-        # Attention is an eighth of the FLOPs at 256 tokens: shorter contexts would save little.
-        adjusted={"short_contexts": 0.0},
-        total_steps=380,
-    ),
+    # Attention is an eighth of the FLOPs at 256 tokens: shorter contexts would save little.
+    "modern-tiny": Preset(shape={**TINY, "n_layers": 3}, family=MODERN, recipe="modern", lr=2e-3, **_QUICK),
     "modern": Preset(shape=SMALL, family=MODERN, recipe="modern", lr=6e-4),
     "modern-medium": Preset(shape=MEDIUM, family=MODERN, recipe="modern", lr=3e-4),
     "modern-large": Preset(shape=LARGE, family=MODERN, recipe="modern", lr=2.5e-4),

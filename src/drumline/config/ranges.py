@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from drumline.errors import ConfigError
+from drumline.units import counted
 
 if TYPE_CHECKING:
     from drumline.config.model import GPTConfig
+    from drumline.config.settings import BatchConfig
 
 _ABOVE_0 = "epochs minutes lr embedding_lr head_lr base_batch_size hang_timeout rope_theta norm_eps".split()
 RANGES = {
@@ -37,6 +40,46 @@ def refuse_shape(config: GPTConfig) -> NoReturn:
     raise ConfigError(
         f"rotary positions need an even head width, not {config.head_width} (d_model / n_heads)",
         fix="change --d_model or --n_heads, or use --positions learned",
+    )
+
+
+def refuse_lengths(given: Mapping[str, object], known: Sequence[str]) -> NoReturn:
+    """Raise the error of a run with more than one length."""
+    raise ConfigError(
+        f"{' and '.join(f'{name} {value}' for name, value in given.items())} both set the length of the run",
+        fix=f"give only one of {', '.join(f'--{name}' for name in known)}",
+    )
+
+
+def refuse_scale(scale_lr: str, base_batch_size: int | None) -> NoReturn:
+    """Raise the error of a scaled learning rate without its batch size, or the other way round."""
+    raise ConfigError(
+        f"scale_lr {scale_lr} and base_batch_size {base_batch_size} belong together",
+        fix="give both, as --scale_lr linear --base_batch_size 32, or neither",
+    )
+
+
+def refuse_batch(batch: BatchConfig, *, size: int | None = None) -> NoReturn:
+    """Raise the error of a batch that is set twice or, if its micro-batches have a size, is no whole number of them."""
+    total = batch.global_batch_size or 0
+    if size is None:
+        raise ConfigError(
+            f"global_batch_size {total} and gradient_accumulation_steps {batch.gradient_accumulation_steps} both set "
+            "the batch size of a step",
+            fix="give --global_batch_size or --gradient_accumulation_steps, not both",
+        )
+    raise ConfigError(
+        f"global_batch_size {total} is not a whole number of micro-batches of {size} sequences",
+        fix=f"use --global_batch_size {max(1, total // size) * size} or another --batch_size",
+    )
+
+
+def refuse_ranks(ranks: int, micro_batches: int, *, batch_size: int) -> NoReturn:
+    """Raise the error of more ranks than micro-batches."""
+    raise ConfigError(
+        f"{ranks} ranks cannot share a step of {counted(micro_batches, 'micro-batch')} "
+        f"(global_batch_size {micro_batches * batch_size} / batch_size {batch_size})",
+        fix="raise --global_batch_size, lower --batch_size, or start fewer ranks",
     )
 
 

@@ -8,7 +8,6 @@ from typing import Literal, get_type_hints
 
 from drumline.config.facts import check, check_positive, setting
 from drumline.config.model import ModelSettings
-from drumline.errors import ConfigError
 
 OPTIMIZERS = ("adamw", "muon")
 OnError = Literal["stop", "skip"]
@@ -37,8 +36,10 @@ class DataConfig:
     """Integers in .bin files of other trainers. auto: from their header, else uint16, if they look like it."""
     valid_fraction: float = setting(0.02, may_change=True)
     """Fraction of the documents to hold out if there is no validation data."""
+    format: Literal["text", "chat"] = "text"
+    """text, or chat: rows of messages (role and content), with the loss over the assistant's tokens only."""
     field: str = setting("text", may_change=True)
-    """Field of .jsonl, .json and .parquet rows that contains the text."""
+    """Field of .jsonl, .json and .parquet rows that contains the text. Default with --format chat: messages."""
     on_error: OnError = setting("stop", may_change=True)
     """Unreadable text: stop at the first error, or skip it and report how much was skipped."""
     tokenizer: str | None = setting(None, may_change=True, per_host=True)
@@ -49,6 +50,8 @@ class DataConfig:
     """Folder for tokenized text, reused by later runs."""
     document_mask: bool = False
     """Mask attention between documents in the same sequence."""
+    skip_list: str | None = setting(None, per_host=True)
+    """File of documents that are not trained on, written by `drumline blame --exclude`. Validation still has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +83,9 @@ class BatchConfig:
         )
         lengths = {name: getattr(self, name) for name in LENGTHS if getattr(self, name) is not None}
         if len(lengths) > 1:
-            raise ConfigError(
-                f"{' and '.join(f'{name} {value}' for name, value in lengths.items())} both set the length of the run",
-                fix=f"give only one of {', '.join(f'--{name}' for name in LENGTHS)}",
-            )
+            from drumline.config.ranges import refuse_lengths
+
+            refuse_lengths(lengths, LENGTHS)
 
 
 LENGTHS = ("total_steps", "epochs", "minutes")
@@ -140,10 +142,9 @@ class OptimConfig:
 
             check_form("optimizer", self.optimizer, known=OPTIMIZERS)
         if (self.scale_lr == "none") != (self.base_batch_size is None):
-            raise ConfigError(
-                f"scale_lr {self.scale_lr} and base_batch_size {self.base_batch_size} belong together",
-                fix="give both, as --scale_lr linear --base_batch_size 32, or neither",
-            )
+            from drumline.config.ranges import refuse_scale
+
+            refuse_scale(self.scale_lr, self.base_batch_size)
 
 
 @dataclass(frozen=True, kw_only=True)

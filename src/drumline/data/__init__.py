@@ -11,12 +11,14 @@ from drumline.lazy import public
 
 if TYPE_CHECKING:
     from drumline.data.batches import Batches, BatchPlan, TokenBatches, mix, plan_batches, visits, window_batch
-    from drumline.data.corpus import Corpus
-    from drumline.data.of_run import with_vocabulary
-    from drumline.data.opening import open_tokens, read_manifest
+    from drumline.data.corpus import Corpus, Labelled
+    from drumline.data.of_run import with_token_facts
+    from drumline.data.opening import CheckedTokens, document_names, open_tokens, read_manifest, targets_file
     from drumline.data.other_sources import check_sources, data_note
     from drumline.data.preparing import Data, Prepared, Progress, ProgressCallback, Recipe, open_data, prepare
+    from drumline.data.sources import documents
+    from drumline.data.text_files import Document, Reading, Skipped
     from drumline.data.tokenizer import Tokenizer
-    from drumline.data.tokens import MANIFEST, TOKENIZER, FileRecord, TokenFile, is_tokens
+    from drumline.data.tokens import MANIFEST, TOKENIZER, FileRecord, TokenFile, TokenWriter, is_tokens
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

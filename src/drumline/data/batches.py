@@ -7,7 +7,7 @@ million is as cheap as step zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from drumline.config import SHORT_PARTS, BatchConfig
 from drumline.data.tokens import TokenFile
 from drumline.errors import ConfigError, DataError
+from drumline.lazy import room
 from drumline.units import counted
 
 _ROUNDS = 8
@@ -87,11 +88,9 @@ class BatchPlan:
     def share(self, rank: int, world_size: int) -> range:
         """The micro-batches of rank `rank`: a contiguous range; the first ranks take one more if uneven."""
         if world_size > self.micro_batches:
-            raise ConfigError(
-                f"{world_size} ranks cannot share a step of {counted(self.micro_batches, 'micro-batch')} "
-                f"(global_batch_size {self.sequences} / batch_size {self.micro_batch_size})",
-                fix="raise --global_batch_size, lower --batch_size, or start fewer ranks",
-            )
+            from drumline.config import refuse_ranks
+
+            refuse_ranks(world_size, self.micro_batches, batch_size=self.micro_batch_size)
         each, extra = divmod(self.micro_batches, world_size)
         start = rank * each + min(rank, extra)
         return range(start, start + each + (rank < extra))
@@ -111,18 +110,15 @@ def plan_batches(batch: BatchConfig, *, default_batch_size: int, world_size: int
         accumulated = batch.gradient_accumulation_steps or 1
         return BatchPlan(batch.batch_size or default_batch_size, micro_batches=world_size * accumulated)
     if batch.gradient_accumulation_steps is not None:
-        raise ConfigError(
-            f"global_batch_size {batch.global_batch_size} and gradient_accumulation_steps "
-            f"{batch.gradient_accumulation_steps} both set the batch size of a step",
-            fix="give --global_batch_size or --gradient_accumulation_steps, not both",
-        )
+        from drumline.config import refuse_batch
+
+        refuse_batch(batch)
     total = batch.global_batch_size
     size = batch.batch_size or max(d for d in range(1, min(default_batch_size, total) + 1) if total % d == 0)
     if total % size:
-        raise ConfigError(
-            f"global_batch_size {total} is not a whole number of micro-batches of {size} sequences",
-            fix=f"use --global_batch_size {max(1, total // size) * size} or another --batch_size",
-        )
+        from drumline.config import refuse_batch
+
+        refuse_batch(batch, size=size)
     return BatchPlan(micro_batch_size=size, micro_batches=total // size)
 
 
@@ -158,6 +154,8 @@ class TokenBatches:
     """
 
     short_steps = 0
+    facts: Mapping[str, Any] = {}
+    """What more must not change when a run is resumed."""
 
     def __init__(
         self, tokens: TokenFile, plan: BatchPlan, *, context: int, seed: int, document_mask: bool = False
@@ -178,14 +176,15 @@ class TokenBatches:
             )
         self._end_of_text = tokens.end_of_text if document_mask else None
 
-    def micro_batch(self, step: int, index: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def micro_batch(self, step: int, index: int) -> tuple[Any, ...]:
         """inputs int64 (B, T), targets int64 (B, T), document ids int64 (B, T) or None"""
-        windows = visits(self, self._seed, step, index).tolist()
-        inputs, targets, documents = window_batch(
-            self._tokens, windows, context=self._context, end_of_text=self._end_of_text
-        )
-        rows = (-1, self.context_of(step))
-        return inputs.reshape(rows), targets.reshape(rows), None if documents is None else documents.reshape(rows)
+        windows = self.windows(step, index)
+        batch = window_batch(self._tokens, windows, context=self._context, end_of_text=self._end_of_text)
+        return tuple(None if part is None else part.reshape(-1, self.context_of(step)) for part in batch)
+
+    def windows(self, step: int, index: int | None = None) -> list[int]:
+        """The windows of a micro-batch, or of a whole step, in order; window w begins at token w * context."""
+        return [int(window) for window in visits(self, self._seed, step, index)]
 
     def context_of(self, step: int) -> int:
         """Sequence length in this step."""
@@ -194,13 +193,15 @@ class TokenBatches:
     def names(self, step: int, index: int | None = None) -> list[str]:
         from drumline.data.opening import names_of_windows
 
-        return names_of_windows(self._tokens, visits(self, self._seed, step, index).tolist(), self._context)
+        return names_of_windows(self._tokens, self.windows(step, index), self._context)
 
 
 def window_batch(
     tokens: TokenFile, windows: Sequence[int], *, context: int, end_of_text: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Windows as (inputs, targets, document ids); a file's last window may be short: its missing targets are -100."""
+    if tokens.targets is not None:
+        return room("chats").packed_batch(tokens, windows, context=context)  # type: ignore[no-any-return]
     rows = np.full((len(windows), context + 1), -100, dtype=np.int64)
     for row, window in zip(rows, windows, strict=True):
         read = tokens.read(window * context, min(len(tokens), (window + 1) * context + 1))

@@ -89,7 +89,7 @@ class Corpus:
             size_bytes = utf8_bytes(document.text)
             total_bytes += size_bytes
             on_text(size_bytes)
-            if self._is_held_out(index, document):
+            if self.is_held_out(index, document):
                 needs_cut = False
             elif sampled_bytes < sample_bytes:
                 sample.append(document)
@@ -121,13 +121,13 @@ class Corpus:
             yield from split_at(train, cut_bytes)
             return
         for index, document in enumerate(train):
-            yield ("valid" if self._is_held_out(index, document) else "train"), document
+            yield ("valid" if self.is_held_out(index, document) else "train"), document
         if self.valid_split:
             source, split = self.valid_split
             for document in documents(source, reading, split=split):
                 yield "valid", document
 
-    def _is_held_out(self, index: int, document: Document) -> bool:
+    def is_held_out(self, index: int, document: Document) -> bool:
         """Determined by seed and name alone, but the first one is never held out: something must remain to train on."""
         if not self.holds_out_documents or index == 0:
             return False

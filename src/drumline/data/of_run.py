@@ -23,6 +23,7 @@ from drumline.data.opening import (
     open_token_data,
     open_tokens,
     read_manifest,
+    targets_file,
 )
 from drumline.data.other_sources import newest_file
 from drumline.data.preparing import Data, Prepared, ProgressCallback, open_data
@@ -33,7 +34,33 @@ from drumline.errors import DataError
 from drumline.files import RunFolder, origin, stored_config
 from drumline.units import count
 
+SPLITS = ("train", "valid")
 GPT2_IDS, GPT2_VOCABULARY = 50257, 50304
+
+
+def with_token_facts(config: TrainConfig) -> TrainConfig:
+    """What the token files of a config say: their format, and unless it was given, a vocabulary for their ids."""
+    train, valid = config.data.train_data_path, config.data.valid_data_path
+    is_chat = _has_chats(train)
+    if config.data.format == "chat" and not is_chat:
+        raise DataError(
+            f"{config.data.train_data_path} has tokens of plain text, not of conversations",
+            fix="tokenize conversations: drumline prepare FILE --format chat --out FOLDER; or drop --format chat",
+        )
+    if valid is not None and is_tokens(valid) and _has_chats(valid) != is_chat:
+        kinds = [
+            f"{path} has tokens of {'conversations' if _has_chats(path) else 'plain text'}" for path in (train, valid)
+        ]
+        raise DataError(", but ".join(kinds), fix="prepare both with --format chat, or both without")
+    if is_chat:
+        config = replace(config, data=replace(config.data, format="chat"))
+    return with_vocabulary(config)
+
+
+def _has_chats(tokens: str) -> bool:
+    """Whether a prepared folder, or the one of a .bin file, has conversations."""
+    folder = Path(tokens).parent if Path(tokens).is_file() else Path(tokens)
+    return (folder / MANIFEST).exists() and any(map(read_manifest(folder).files.get, map(targets_file, SPLITS)))
 
 
 def with_vocabulary(config: TrainConfig) -> TrainConfig:

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ from drumline.data.tokens import (
 )
 from drumline.errors import DataError
 from drumline.files import Parts, verify
+from drumline.lazy import room
 
 UNFINISHED = re.compile(r".+\.partial-\w+-\d+")
 """The name of a folder that is being written: NAME.partial-HOST-PID."""
@@ -53,6 +54,10 @@ GUESS_TOKENS = 32
 """With fewer tokens, zeros may stand in every second place by chance."""
 LARGEST_HIGH_HALF = 31
 """The largest upper half of an id: vocabularies have less than two million ids."""
+
+
+targets_file = "{}.targets.bin".format
+"""The name of a split's file that says what each token of conversations is as a target."""
 
 
 def has_tokens(path: str | Path, split: str) -> bool:
@@ -115,9 +120,10 @@ def _open_prepared(folder: Path, split: str, *, vocab_size: int | None) -> Token
             fix=f"use --vocab_size {manifest.vocab_size}, or tokens with a smaller vocabulary",
         )
     tokens, ends, names = split_files(split)
-    for name in (TOKENIZER, tokens, ends, names):
+    targets = [name for name in (targets_file(split),) if name in manifest.files]
+    for name in (TOKENIZER, tokens, ends, names, *targets):
         _size_checked(folder / name, manifest.files[name])
-    sha256s = {name: manifest.files[name].sha256 for name in (TOKENIZER, tokens, ends, names)}
+    sha256s = {name: manifest.files[name].sha256 for name in (TOKENIZER, tokens, ends, names, *targets)}
     parts = verify(folder, sha256s, tokenizer=TOKENIZER)
     for name, items, width in ((tokens, record.tokens, np.dtype(manifest.dtype).itemsize), (ends, record.documents, 8)):
         if manifest.files[name].bytes != items * width or items == 0:
@@ -126,6 +132,8 @@ def _open_prepared(folder: Path, split: str, *, vocab_size: int | None) -> Token
                 fix=f"remove {folder} and run drumline prepare again",
             )
     opened = map_split(folder, manifest, split)
+    for name in targets:
+        return room("chats").chat_tokens(opened, folder / name, parts[tokens], parts[name])  # type: ignore[no-any-return]
     return CheckedTokens.of(opened, parts[tokens])
 
 
@@ -136,10 +144,10 @@ class CheckedTokens(TokenFile):
     parts: Parts | None = None
 
     @classmethod
-    def of(cls, file: TokenFile, hashes: list[int]) -> CheckedTokens:
+    def of(cls, file: TokenFile, hashes: list[int], **more: Any) -> Self:
         parts = Parts(file.path, file.tokens.view(np.uint8).data, hashes)
         parts.check_some()
-        return cls(**{each.name: getattr(file, each.name) for each in fields(TokenFile)}, parts=parts)
+        return cls(**{each.name: getattr(file, each.name) for each in fields(TokenFile)}, parts=parts, **more)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         if self.parts is not None:

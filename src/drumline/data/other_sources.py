@@ -203,7 +203,7 @@ class _Function:
         for number, item in enumerate(items, start=1):
             where = item.name if isinstance(item, Document) else f"{self.source}:{number}"
             text = item.text if isinstance(item, Document) else item
-            if not isinstance(text, str):
+            if not isinstance(text, str) and reading.format == "text":
                 reading.bad(
                     f"{where}: {name} yields {type(text).__name__}, not str or Document",
                     fix="yield strings or drumline.data.sources.Document, or skip others with --on_error skip",

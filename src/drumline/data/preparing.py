@@ -17,13 +17,13 @@ import shutil
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from drumline import __version__
 from drumline.config import DataConfig, TrainConfig
@@ -34,6 +34,7 @@ from drumline.data.tokenizer import Tokenizer
 from drumline.data.tokens import FORMAT_VERSION, TOKENIZER, Manifest, TokenWriter, flushed, is_tokens, map_split
 from drumline.errors import ConfigError, DataError
 from drumline.files import RunFolder, flush
+from drumline.lazy import room
 
 if TYPE_CHECKING:
     from drumline.data.tokens import SplitRecord, TokenFile
@@ -86,6 +87,14 @@ class Recipe:
         content = json.dumps([FORMAT_VERSION, vocabulary, *self.corpus.key()])
         return hashlib.sha256(content.encode()).hexdigest()
 
+    def writer(self, folder: Path, split: str, tokenizer: Tokenizer) -> TokenWriter:
+        """Writes what `encoder` makes of documents."""
+        return TokenWriter(folder, split, vocab_size=tokenizer.vocab_size, end_of_text=tokenizer.end_of_text)
+
+    def encoder(self, tokenizer: Tokenizer) -> Callable[[Sequence[str]], Sequence[Any]]:
+        """Texts -> what a writer adds of each; threads may call it at the same time."""
+        return tokenizer.encode_batch
+
     @property
     def folder_name(self) -> str:
         """A folder name that is unique for this text and these settings."""
@@ -132,7 +141,7 @@ def open_data(config: TrainConfig, *, run: RunFolder | None = None, progress: Pr
 
         return reopened(config, run, progress=progress)
     prepared = None if is_tokens(config.data.train_data_path) else _prepared(config.data, progress)
-    if prepared is None or prepared.reused:
+    if prepared is None or prepared.reused or config.data.format == "chat":
         from drumline.data.opening import open_token_data
 
         return open_token_data(config.data, prepared)
@@ -151,6 +160,7 @@ def _prepared(data: DataConfig, progress: ProgressCallback | None) -> Prepared:
         )
     corpus = Corpus(data.train_data_path, data.field, data.on_error, data.valid_data_path, data.valid_fraction)
     recipe = Recipe(corpus, Tokenizer.load(data.tokenizer) if data.tokenizer else None, data.vocab_size or 0)
+    recipe = room("chats").chat_recipe(recipe, data.tokenizer) if data.format == "chat" else recipe
     return prepare(recipe, Path(data.data_dir, recipe.folder_name), progress=progress)
 
 
@@ -224,12 +234,9 @@ def _fill(folder: Path, recipe: Recipe, progress: ProgressCallback, skipped: Ski
     meter = _Meter("encoding", progress, source_bytes=corpus.size_bytes())
     text = corpus.labelled(corpus.reading(meter.on_bytes, skipped), cut_bytes=cut_bytes)
     splits: dict[str, SplitRecord] = {}
-    writers = {
-        label: TokenWriter(folder, label, vocab_size=tokenizer.vocab_size, end_of_text=tokenizer.end_of_text)
-        for label in corpus.labels
-    }
+    writers = {label: recipe.writer(folder, label, tokenizer) for label in corpus.labels}
     try:
-        with closing(_encoded(_batches(text, meter), tokenizer)) as encoded:
+        with closing(_encoded(_batches(text, meter), recipe.encoder(tokenizer))) as encoded:
             for batch, ids_of_documents in encoded:
                 for (label, document), ids in zip(batch.documents, ids_of_documents, strict=True):
                     writers[label].add(document.name, ids, text_bytes=utf8_bytes(document.text))
@@ -331,9 +338,11 @@ def _batches(text: Iterable[Labelled], meter: _Meter) -> Iterator[_Batch]:
     yield _Batch(documents, text_bytes, meter.read_bytes)
 
 
-def _encoded(batches: Iterable[_Batch], tokenizer: Tokenizer) -> Generator[tuple[_Batch, list[list[int]]]]:
+def _encoded(
+    batches: Iterable[_Batch], encode: Callable[..., Sequence[Any]]
+) -> Generator[tuple[_Batch, Sequence[Any]]]:
     """Encoded batches in order, encoded ahead, but never more than ENCODING_BYTES of text."""
-    ahead: deque[tuple[_Batch, Future[list[list[int]]]]] = deque()
+    ahead: deque[tuple[_Batch, Future[Sequence[Any]]]] = deque()
     with ThreadPoolExecutor(ENCODERS, thread_name_prefix="encoder") as encoders:
         try:
             for batch in batches:
@@ -341,7 +350,7 @@ def _encoded(batches: Iterable[_Batch], tokenizer: Tokenizer) -> Generator[tuple
                     first, ids = ahead.popleft()
                     yield first, ids.result()
                 texts = [document.text for _, document in batch.documents]
-                ahead.append((batch, encoders.submit(tokenizer.encode_batch, texts)))
+                ahead.append((batch, encoders.submit(encode, texts)))
             for batch, ids in ahead:
                 yield batch, ids.result()
         finally:

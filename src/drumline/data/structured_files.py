@@ -62,7 +62,9 @@ def file_kind(path: Path) -> tuple[str, str]:
 
 
 def string_value(value: object, *, where: str, reading: Reading) -> str:
-    """`value` if it is text; otherwise the empty string if errors are skipped."""
+    """`value` if it is text; otherwise the empty string if errors are skipped. Messages become JSON."""
+    if reading.format == "chat":
+        return json.dumps(value, default=repr)  # checked by drumline.chats
     if not isinstance(value, str):
         shown = "null" if value is None else f"of type {type(value).__name__}"
         reading.bad(

@@ -57,6 +57,8 @@ class Reading:
     on_error: OnError = "stop"
     """"stop" raises a DataError at the first error; "skip" counts it in `skipped` and continues after it."""
     skipped: Skipped = dataclasses.field(default_factory=Skipped)
+    format: str = "text"
+    """"chat": the field has a list of messages, which becomes JSON."""
     on_bytes: Callable[[int], None] = lambda _: None
     """Called with the number of bytes newly read from disk; over a source they add up to `source_bytes`."""
 

@@ -52,7 +52,8 @@ class Tokenizer:
             serialized = inner.to_str(pretty=True).encode()
         inner.encode_special_tokens = True
         self._inner = inner
-        self._serialized = serialized
+        self.serialized = serialized
+        """The content of its tokenizer.json."""
         self._cuts = _may_cut(serialized)
         self.end_of_text = self._find_end_of_text(origin)
         """The id that ends every document."""
@@ -91,7 +92,7 @@ class Tokenizer:
 
     def save(self, path: str | Path) -> None:
         """Write a tokenizer.json; a loaded one is written back byte for byte."""
-        Path(path).write_bytes(self._serialized)
+        Path(path).write_bytes(self.serialized)
 
     def encode(self, text: str) -> list[int]:
         """Ids of one text, without an end-of-text token."""
@@ -116,7 +117,7 @@ class Tokenizer:
     @cached_property
     def sha256(self) -> str:
         """SHA-256 of the file that `save` writes."""
-        return hashlib.sha256(self._serialized).hexdigest()
+        return hashlib.sha256(self.serialized).hexdigest()
 
     def _find_end_of_text(self, origin: str) -> int:
         for token in ENDS_OF_TEXT:

@@ -5,6 +5,7 @@ A prepared folder contains, for each split (`train`, `valid`):
         train.bin             token ids, little-endian uint16 (uint32 above 65536 ids); end-of-text after each document
         train.documents.bin   little-endian uint64: where each document ends, in tokens
         train.names.txt       the name of each document, one per line
+        train.targets.bin     of conversations only: uint8, what each token is as a target (see drumline.chats)
 
 and for all of them tokenizer.json and manifest.json, which is written last: without it, the folder is incomplete.
 Existing folders are opened by `drumline.data.opening`.
@@ -96,8 +97,7 @@ class TokenWriter:
     """Appends documents to one split of a folder."""
 
     def __init__(self, folder: Path, split: str, *, vocab_size: int, end_of_text: int) -> None:
-        self._dtype = token_dtype(vocab_size)
-        self._vocab_size = vocab_size
+        self._dtype, self._vocab_size = token_dtype(vocab_size), vocab_size
         self._end = np.array([end_of_text], dtype=self._dtype).tobytes()
         self._paths = [folder / name for name in split_files(split)]
         self._files = [open(path, "wb", buffering=1 << 20) for path in self._paths]  # noqa: SIM115 - see abandon()
@@ -114,7 +114,7 @@ class TokenWriter:
         self.tokens += array.size + 1
         self.documents += 1
         self.text_bytes += text_bytes
-        tokens, ends, names = self._files
+        tokens, ends, names = self._files[:3]
         tokens.write(array.astype(self._dtype, copy=False).tobytes() + self._end)
         ends.write(self.tokens.to_bytes(8, "little"))
         names.write(name.replace("\n", " ").replace("\r", " ").encode(errors="backslashreplace") + b"\n")
@@ -148,9 +148,15 @@ class TokenFile:
     document_ends: npt.NDArray[np.uint64] | None = None
     """(documents,): the position after each document's end-of-text token"""
     names_path: Path | None = None
+    targets: npt.NDArray[np.uint8] | None = None
+    """(N,): which tokens count, of conversations; None for plain text, where all do"""
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def windows(self, context: int) -> int:
+        """Number of sequences of `context` tokens; the last one may be short."""
+        return -(-(len(self) - 1) // context)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """Tokens start..stop-1 as int64 (stop - start,)."""

@@ -7,6 +7,7 @@ It never computes, and holds no connection that a rank needs.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -33,7 +34,7 @@ from drumline.elastic.rendezvous import Hosts, Rendezvous
 from drumline.elastic.scratch import Scratch
 from drumline.elastic.watch import Beat, Hang, Stacks, Watch, read_pulse, read_run_dir
 from drumline.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError, PeersLostError, RunLostError
-from drumline.files import RunFolder, publish
+from drumline.files import LineFile, RunFolder, now, publish
 from drumline.network import SECRET
 from drumline.parallel import ATTEMPT, Attempt
 from drumline.signals import SHOW_STACKS, counting
@@ -81,6 +82,7 @@ class Supervisor:
         self._stops: list[int] = []
         self._attempts = self._restarts = self._excused = 0
         self._other_hosts = False
+        self._first = self._size = 0
         self._may_raise = False
         self._asked_s: float | None = None
         self._reached = -1
@@ -126,6 +128,7 @@ class Supervisor:
         self._asked_s = None
         self._excused = 0
         self._other_hosts = len(hosts.ranks) > 1
+        self._first, self._size = first, sum(hosts.ranks)
         for local_rank in range(self._nproc):
             environ = {**os.environ, **self._place(hosts, local_rank)}
             self._ranks.start(first + local_rank, environ, self._work)
@@ -266,12 +269,13 @@ class Supervisor:
             lost, why = self._restarts >= self._max_restarts, ""
         if lost:
             cause = self._barren[0] if self._max_restarts is None else cause
+            self._tell_run("failed", cause)
             self._write_status("failed", cause)
             details = [*cause.details, *(f"log and status: {folder}" for folder in [self._run_dir()] if folder)]
             lost_error = PeersLostError if cause.kind == "lost peer" else RunLostError
             raise lost_error(cause.line + why, details=details, fix="run the same command again to resume")
         self._restarts += 1
-        publish({"event": "restart", "cause": cause.as_dict()})
+        self._tell_run("restart", cause)
         self._write_status("restarting", cause)
         frames = [line.strip() for line in cause.trace.splitlines() if line.lstrip().startswith("File ")]
         more = {"exception": frames[-1:], "hang": cause.details}.get(cause.kind, [])
@@ -297,6 +301,15 @@ class Supervisor:
         saved = RunFolder(path).read_status().get("step", -1) if path else -1
         beats = [read_pulse(self._attempt, rank) for rank in self._ranks.codes()]
         return max([int(saved), *(beat.step for beat in beats if beat is not None)])
+
+    def _tell_run(self, what: str, cause: Cause) -> None:
+        """In events.jsonl, beside what its ranks wrote, and for programs that follow this one."""
+        event = {"event": what, "attempt": self._attempts, "world_size": self._size, "cause": cause.as_dict()}
+        publish(event)
+        path = self._run_dir()
+        if path is not None and path.is_dir() and self._first == 0:
+            with contextlib.suppress(OSError):
+                LineFile(RunFolder(path).events).append(json.dumps({**event, "what": cause.line, "time": now()}))
 
     def _write_status(self, state: str, cause: Cause) -> None:
         path = self._run_dir()

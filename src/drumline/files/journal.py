@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Callable
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ class Journal:
                 from drumline.files.events import publish
 
                 publish({"event": event, **facts})
-            line = json.dumps({"event": event, **facts, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+            line = json.dumps({"event": event, **facts, "time": now()})
             self._attempt(str(self._events.path), lambda: self._events.append(line))
 
     def status(self, state: str, *, step: int, total_steps: int, **more: Any) -> None:
@@ -43,3 +43,10 @@ class Journal:
             write = partial(self._folder.write_status, state, step=step, total_steps=total_steps, **more)
             self._attempt(str(self._folder.status), write)
             self.step = step
+            if state in ("finished", "stopped"):
+                self.event(state, step=step)
+
+
+def now() -> str:
+    """The time of an event: 2026-11-18T07:28:29.123+00:00."""
+    return datetime.now().astimezone().isoformat(timespec="milliseconds")

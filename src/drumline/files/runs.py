@@ -98,7 +98,7 @@ def stored_settings(folder: RunFolder) -> dict[str, Any]:
     settings = read_settings(folder.config)
     cwd = origin(folder).get("cwd")
     if isinstance(cwd, str) and os.path.isabs(cwd) and cwd != os.getcwd() and os.path.isdir(cwd):
-        for name in ("train_data_path", "valid_data_path", "tokenizer", "data_dir"):
+        for name in ("train_data_path", "valid_data_path", "tokenizer", "data_dir", "skip_list"):
             path = os.path.join(cwd, str(settings.get(name)))
             if name in settings and (
                 os.path.exists(path) or (glob.has_magic(path) and glob.glob(path, recursive=True))

@@ -11,7 +11,7 @@ from pathlib import Path
 _READ_BYTES = 4 << 20
 """Of a longer file only the end is read: a run with many snapshots is listed as quickly as others."""
 _LEAST_S = 10.0
-"""Events have the time in seconds: of less time than this, no share is known."""
+"""Of less time than this, no share is known: events of earlier versions have the time in seconds."""
 
 
 def stalled_share(events: Path) -> float | None:
@@ -20,7 +20,7 @@ def stalled_share(events: Path) -> float | None:
     for line in _last_lines(events):
         with suppress(ValueError, KeyError, TypeError, OverflowError, RecursionError):  # damaged, or another's event
             event = json.loads(line)
-            when = datetime.strptime(event["time"], "%Y-%m-%dT%H:%M:%S%z")
+            when = datetime.fromisoformat(event["time"])
             if event["event"] == "resumed":
                 before = when
             elif event["event"] in ("saved", "snapshot"):

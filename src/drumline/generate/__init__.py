@@ -1,7 +1,7 @@
 """A checkpoint -> generated text and validation loss.
 
-sample: how tokens are sampled, from any model that returns logits. streaming: their text as it grows; stops: up to a
-string. engine: many texts at the same time, each in one of the slots. templates: messages as a prompt; conversation:
+sample: how tokens are sampled, from any model that returns logits; samples: of a model in training. streaming: their
+text as it grows; stops: up to a string. engine: many texts at the same time, each in one of the slots. conversation:
 turn by turn. loading: the model of a run's newest checkpoint. inference: generate text with a run, or evaluate it.
 """
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from drumline.generate.inference import WritingRun, evaluate_run, held_out, sample_run, tokenizer_of, writing_run
     from drumline.generate.loading import FoundRun, find_run, load_run
     from drumline.generate.sample import VISIBLE, SampleConfig, can_write, choose, generate
+    from drumline.generate.samples import write_sample
     from drumline.generate.stops import StoppingText
-    from drumline.generate.templates import ROLES, ChatTemplate
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from drumline.chats import ChatTemplate
 from drumline.generate.engine import Engine, Reason, Request, Scored
 from drumline.generate.inference import WritingRun
 from drumline.generate.sample import SampleConfig
 from drumline.generate.stops import StoppingText
-from drumline.generate.templates import ChatTemplate
 
 
 class Conversation:
@@ -61,7 +61,7 @@ class _Pieces:
         self._pieces.append(self._writing.push(token.token))
         return not self._writing.stopped
 
-    def ended(self, reason: Reason) -> None:
+    def ended(self, reason: Reason, token: Scored | None) -> None:
         self._pieces.append(self._writing.flush())
         self.has_ended = True
 

@@ -43,8 +43,11 @@ class Reader(Protocol):
     def token(self, token: Scored) -> bool:
         """The next token; returns whether the text goes on."""
 
-    def ended(self, reason: Reason) -> None:
-        """There are no more tokens. stop: by the model or by the reader. length: max_tokens are there."""
+    def ended(self, reason: Reason, token: Scored | None) -> None:
+        """There are no more tokens. stop: by the model or by the reader. length: max_tokens are there.
+
+        token: the one by which the model ended the text, if log probabilities are asked for; no part of the text
+        """
 
 
 @dataclass(eq=False, kw_only=True)
@@ -69,6 +72,8 @@ class Request:
     """Whether something is to be done with the prompt itself."""
     scores: list[Scored] = field(default_factory=list, init=False)
     made: int = field(default=0, init=False)
+    end: Scored | None = field(default=None, init=False)
+    """The token that ended the text, if it is to be scored."""
     reason: Reason | None = field(default=None, init=False)
     generator: torch.Generator = field(default_factory=torch.Generator, init=False)
 
@@ -127,7 +132,7 @@ class Engine:
                 logging.getLogger(__name__).exception("a batch of %d texts failed", len(self._active))
                 failed, self._active = self._active, []
                 for request in failed:
-                    request.reader.ended("error")
+                    request.reader.ended("error", None)
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -156,7 +161,7 @@ class Engine:
             for request in gone:
                 self._waiting.remove(request)
         for request in gone:
-            request.reader.ended("cancelled")
+            request.reader.ended("cancelled", None)
         while self._waiting and len(self._active) < self.slots.count:
             self.slots.clear(len(self._active))
             self._active.append(self._waiting.popleft())
@@ -170,7 +175,7 @@ class Engine:
                 if last is not request:
                     self.slots.move(len(self._active), slot)
                     self._active[slot] = last
-                request.reader.ended(request.reason)
+                request.reader.ended(request.reason, request.end)
 
     def _read(self, slot: int, request: Request, budget: int) -> int:
         """Read a piece of a prompt and return its length; after the last one, append the first token."""
@@ -204,10 +209,10 @@ class Engine:
         if token is None:
             logits = logits.float().cpu()
             token = choose(logits, request.settings, request.generator)
-        if token in self.ends:
-            request.reason = "stop"
-            return
         scored = Scored(token) if request.top is None else _scored(logits.log_softmax(dim=-1), token, request.top)
+        if token in self.ends:
+            request.reason, request.end = "stop", None if request.top is None else scored
+            return
         request.made += 1
         if not request.reader.token(scored):
             request.reason = "stop"

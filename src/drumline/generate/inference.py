@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -31,7 +31,7 @@ def evaluate_run(
     tokens = held_out(run, path, data=data, split=split, trusts=trusts)
     context = run.config.model.context
     assert context is not None
-    batches = math.ceil(math.ceil((len(tokens) - 1) / context) / batch_size)
+    batches = math.ceil(tokens.windows(context) / batch_size)
     with progress_of("evaluating batch", total=batches) as batch_done:
         evaluation = evaluate(
             run.model.to(where),
@@ -89,10 +89,22 @@ def writing_run(path: Path, *, device: Device, trusts: bool = False) -> WritingR
     """The newest checkpoint of a run that can generate text."""
     run = load_run(path, trusts=trusts)
     tokenizer = tokenizer_of(run, path, why="generate text")
+    if isinstance(run.model, GPT) and not run.config.model.init_from:
+        _cut_padding(run.model, vocab_size=run.vocab_size)
     model = run.model.to(pick_device(device)).eval()
     context = model.config.max_position_embeddings if isinstance(model, GPT) else run.config.model.context
     assert context is not None
     return WritingRun(run.folder, run.step, model, tokenizer, context)
+
+
+def _cut_padding(model: GPT, *, vocab_size: int) -> None:
+    """Remove the rows that only round up the vocabulary, as an export does: no id without a text is generated or has a
+    share of the probability."""
+    if vocab_size < model.config.vocab_size:
+        model.config = replace(model.config, vocab_size=vocab_size)
+        for table in (model.token_embedding, model.head):
+            if table is not None:
+                table.weight = nn.Parameter(table.weight.detach()[:vocab_size].clone())
 
 
 def tokenizer_of(run: LoadedRun, path: Path, *, why: str) -> Tokenizer:

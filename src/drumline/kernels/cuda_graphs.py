@@ -69,7 +69,7 @@ def _worth_recording(model: nn.Module, batch: tuple[Tensor | None, ...]) -> bool
     device = next(model.parameters()).device
     room = torch.cuda.get_device_properties(device).total_memory
     fits = torch.cuda.max_memory_allocated(device) < _MOST_MEMORY * room
-    return fits and batch[-1] is None and all(p.grad is None for p in model.parameters())
+    return fits and batch[2] is None and all(p.grad is None for p in model.parameters())
 
 
 class Recording:

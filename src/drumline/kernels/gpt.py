@@ -122,8 +122,9 @@ def check_fp8(config: TrainConfig, device: torch.device) -> None:
     elif config.model.context % _TOKENS_MULTIPLE:
         problem = f"needs a context that is a multiple of {_TOKENS_MULTIPLE} tokens, not {config.model.context}"
         fix = f"choose another --context, as {-(-config.model.context // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE}"
-    elif config.data.document_mask:
-        problem, fix = "does not support document masks", "drop --document_mask"
+    elif config.data.document_mask or config.data.format == "chat":
+        flag = "--document_mask" if config.data.document_mask else "--format chat"
+        problem, fix = "does not support document masks", f"drop {flag}"
     elif config.ranks.bitwise:
         problem, fix = "is not bitwise reproducible, as --bitwise requires", "drop --bitwise"
     elif config.run.dtype not in ("auto", "bfloat16"):

@@ -24,9 +24,9 @@ def build_model(config: TrainConfig, *, vocab_size: int) -> nn.Module:
     return model
 
 
-def token_objective(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor | None]) -> Tensor:
-    """The summed cross entropy of a micro-batch."""
-    inputs, targets, documents = batch
+def token_objective(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor | None, *tuple[Tensor, ...]]) -> Tensor:
+    """The summed cross entropy of a micro-batch, times a scalar if the batch has one more element."""
+    inputs, targets, documents, *scale = batch
     extra = {} if documents is None else {"document_ids": documents}
     loss: Tensor = model(inputs, targets=targets, **extra)[1]
-    return loss
+    return loss * scale[0] if scale else loss

@@ -81,9 +81,7 @@ class GPT(nn.Module):
         Labels and targets of -100 are ignored.
         """
         if labels is not None and targets is not None:
-            raise ConfigError(
-                "both labels and targets were given", fix="give labels (not shifted) or targets (shifted)"
-            )
+            raise ConfigError("both labels and targets are given", fix="give labels (not shifted) or targets (shifted)")
         hidden = self.hidden(input_ids, documents=merge_documents(attention_mask, document_ids), cache=cache)
         if targets is not None:
             return None, self.summed_loss(hidden, targets)
@@ -99,15 +97,12 @@ class GPT(nn.Module):
         past = cache.length if cache is not None else 0
         length = input_ids.size(1)
         if past + length > self.config.max_position_embeddings:
-            raise ConfigError(
-                f"{past + length} tokens exceed the model's {self.config.max_position_embeddings} positions",
-                fix=f"use at most {self.config.max_position_embeddings} tokens, or a model with a larger context",
-            )
+            most = self.config.max_position_embeddings
+            fix = f"use at most {most} tokens, or a model with a larger context"
+            raise ConfigError(f"{past + length} tokens exceed the model's {most} positions", fix=fix)
         if cache is not None and documents is not None:
-            raise ConfigError(
-                "a cache cannot be combined with attention_mask or document_ids",
-                fix="drop the cache, or use sequences without padding",
-            )
+            fix = "drop the cache, or use sequences without padding"
+            raise ConfigError("a cache cannot be combined with attention_mask or document_ids", fix=fix)
         x = self.embedded(input_ids, documents, cache)  # (B, T, D)
         if self.position_embedding is not None:
             x = x + self.position_embedding(positions(input_ids, documents, past=past))  # (B, T, D) + (T or B T, D)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 
@@ -50,3 +51,17 @@ def peak_of(name: str) -> float | None:
 def is_hopper(device: torch.device) -> bool:
     """Whether a device is a Hopper GPU (H100, H200), which some kernels need."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def by_device(seconds: dict[str, list[float]], work_s: Sequence[float]) -> dict[str, list[float]]:
+    """The phases of ranks on GPUs, whose work the host only launches, from what their hosts measured (`Clock`).
+
+    work_s: (ranks,) until the end of backward, by the device's clock; of a single rank it is not measured
+    """
+    host = zip(*(seconds[name] for name in ("forward", "backward", "wait", "optimizer")), strict=True)
+    busy = [sum(each) for each in host]
+    data, save, other = seconds["data"], seconds["save"], seconds["other"]
+    own = [max(0.0, work - each) for work, each in zip(work_s, data, strict=True)] if len(work_s) > 1 else busy
+    compute = [min(each) for each in zip(busy, own, strict=True)]
+    wait = [all_s - each for all_s, each in zip(busy, compute, strict=True)]
+    return {"data": data, "compute": compute, "wait": wait, "save": save, "other": other}

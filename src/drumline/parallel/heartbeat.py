@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -11,11 +12,42 @@ ATTEMPT = "DRUMLINE_ATTEMPT"
 """The variable with the folder of the current attempt, see attempt.py."""
 
 
+PHASES = ("data", "forward", "backward", "wait", "optimizer", "save", "other")
+"""What the time of a step consists of."""
+_PHASE_OF = {"compute": "forward", "compiling": "forward", "exchange": "wait"}
+
+
+class Clock:
+    """Seconds that this rank spends in each phase, as its host sees them."""
+
+    def __init__(self) -> None:
+        self._phase, self._since = "other", time.perf_counter()
+        self._seconds, self._steps = dict.fromkeys(PHASES, 0.0), 0
+
+    def enter(self, phase: str) -> None:
+        """End the current phase. What is no phase of a step, such as an evaluation, is not counted."""
+        now = time.perf_counter()
+        if self._phase in self._seconds:
+            self._seconds[self._phase] += now - self._since
+        self._steps += phase == "optimizer" != self._phase
+        self._phase, self._since = phase, now
+
+    def lap(self) -> list[float]:
+        """Seconds per step in each of PHASES, since the last lap."""
+        self.enter(self._phase)
+        means = [seconds / max(1, self._steps) for seconds in self._seconds.values()]
+        self._seconds, self._steps = dict.fromkeys(PHASES, 0.0), 0
+        return means
+
+
 class Pulse:
     """Of a process without a supervisor; `supervised.SupervisedPulse` is the same for a supervised rank."""
 
     is_supervised = False
     """Whether a drumline launcher watches this process."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
 
     @property
     def started_again(self) -> bool:
@@ -33,6 +65,7 @@ class Pulse:
 
     def at(self, phase: str, step: int, *, waits_for: str = "") -> None:
         """Enter a phase with `step` completed steps; each call counts as progress."""
+        self.clock.enter(_PHASE_OF.get(phase, phase))
 
     def still_there(self) -> None:
         """Progress within a phase that may take long."""

@@ -49,6 +49,8 @@ class Stopwatch:
         if world.device.type == "cuda":
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         self._stopped = False
+        self.lap: Sequence[float] = ()
+        """This rank's time by phases (`Clock.lap`), to be sent to all; at the same steps on all ranks."""
 
     def start(self, on_wait: Callable[[], None]) -> Stopwatch:
         """Start of a step; `on_wait` is called each time a backward of it ends."""
@@ -70,13 +72,15 @@ class Stopwatch:
         loss.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
     def slots(self, like: Tensor, *, filled: bool = True) -> Tensor:
-        """float (ranks,) on the device of `like`: the seconds in this rank's slot, if `filled`, and 0 elsewhere.
+        """float (ranks * (1 + len(lap)),) on the device of `like`: this rank's seconds and lap in its slots, else 0.
 
-        The sum over all ranks contains every rank's time.
+        The sum over all ranks contains every rank's time: first the work of each, then the lap of each.
         """
-        slots = like.new_zeros(self._size)
+        slots = like.new_zeros(self._size * (1 + len(self.lap)))
         if filled:
             slots.narrow(0, self._rank, 1).fill_(self._seconds)
+            for place, seconds in enumerate(self.lap, start=self._size + self._rank * len(self.lap)):
+                slots.narrow(0, place, 1).fill_(seconds)
         return slots
 
     def _backward_begins(self, gradient: Tensor) -> None:
@@ -153,7 +157,8 @@ class Pace:
         return self._stopwatch.start(partial(self._pulse.at, "exchange", step, waits_for="the sum of the gradients"))
 
     def compare(self, step: int, work_s: Sequence[float]) -> None:
-        """End of a step, `step` of them so far: each rank's own work."""
+        """End of a step, `step` of them so far: each rank's own work, and its lap, which does not matter here."""
+        work_s = work_s[: len(self._micro_batches)]
         if not self._judges or not all(work_s) or not work_s:  # a single rank, or not measured yet
             return
         if self._left_out < _WARM_UP:

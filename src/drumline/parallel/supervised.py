@@ -49,6 +49,7 @@ class SupervisedPulse(Pulse):
 
     def __init__(self, folder: Path) -> None:
         """folder: of this rank's attempt"""
+        super().__init__()
         self._attempt = Attempt(folder)
         self._record: mmap.mmap | None = None
         self._ended = threading.Event()
@@ -77,6 +78,7 @@ class SupervisedPulse(Pulse):
             self._attempt.write(self._attempt.run_dir, str(path.absolute()))
 
     def at(self, phase: str, step: int, *, waits_for: str = "") -> None:
+        super().at(phase, step)
         self._phase, self._step, self._waits_for = phase, step, waits_for
         self._write(time.monotonic())
 

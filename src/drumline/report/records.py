@@ -13,7 +13,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ Formats = dict[str, Callable[[Any], str]]
 _CONSOLE = "the console"
 _SOON_S, _PATIENCE_S = 1.0, 30.0
 """How long the end of a run waits for a disk that hangs: without a word, and at most."""
+_SPARED_S = 1.0
 FORMATS: Formats = {
     "loss": lambda v: f"loss {v:.4f}",
     "valid_loss": lambda v: f"validation loss {v:.4f}",
@@ -45,6 +46,11 @@ FORMATS: Formats = {
     "skipped_steps": lambda v: f"skipped {v}",
 }
 """What the console shows of a record, in this order."""
+
+
+def with_epochs(epochs: float) -> Formats:
+    """Records show the epoch first: epoch 2.50/10."""
+    return {"epoch": lambda v: f"epoch {v:.2f}/{epochs:g}", **FORMATS}
 
 
 class Sink(Protocol):
@@ -67,13 +73,24 @@ class Records:
 
     def write(self, record: Record) -> None:
         self.say(format_record(record, total_steps=self._total_steps, formats=self.formats))
+        record = timed(record)
+        self.show(record)
         for sink in list(self.sinks):
             self.later(_name(sink), partial(self._give, sink, partial(sink.write, record)))
+
+    def line(self, path: Path, record: Record) -> None:
+        """Append a record to another file of lines."""
+        self.later(str(path), partial(JsonlSink(path).write, timed(record)))
 
     def at(self, step: int) -> None:
         """After each step, logged or not: moves the progress bar."""
         if self._bar is not None:
             self._bar.at(step)
+
+    def show(self, facts: Mapping[str, Any]) -> None:
+        """A record or an event, below the progress bar."""
+        if self._bar is not None:
+            self._bar.show(facts)
 
     def say(self, message: str) -> None:
         """Print a message: console and train.log."""
@@ -156,6 +173,10 @@ class Records:
             raise OSError(str(error)) from error
 
 
+def timed(record: Record) -> Record:
+    return {**record, "time": round(time.time(), 3)}
+
+
 def _name(sink: Sink) -> str:
     return str(getattr(sink, "path", type(sink).__name__))
 
@@ -207,6 +228,20 @@ def format_record(record: Record, *, total_steps: int, formats: Formats = FORMAT
     total = f"{total_steps:,}"
     parts = [f"step {record['step']:>{len(total) + 1},}/{total}"]
     return " | ".join([*parts, *(shown(record[key]) for key, shown in formats.items() if record.get(key) is not None)])
+
+
+class Sparing:
+    """Calls something only as often as it costs little: not in the first second, then for 2 % of the time at most."""
+
+    def __init__(self, work: Callable[..., None]) -> None:
+        self._work, self._after_s = work, time.monotonic() + _SPARED_S
+
+    def __call__(self, *args: Any) -> None:
+        began_s = time.monotonic()
+        if began_s >= self._after_s:
+            self._work(*args)
+            ended_s = time.monotonic()
+            self._after_s = ended_s + max(_SPARED_S, 50 * (ended_s - began_s))
 
 
 class Speed:

@@ -39,5 +39,10 @@ def last_records(folder: RunFolder, *keys: str, step: int) -> dict[str, tuple[in
     return {key: (own[-1], float(_last(records, key) or 0.0)) for key, own in steps.items() if own}
 
 
+def training_records(folder: RunFolder) -> dict[int, dict[str, Any]]:
+    """The records of training steps, by step."""
+    return {record["step"]: record for record in read_metrics(folder.metrics) if "loss" in record}
+
+
 def _last(records: list[dict[str, Any]], key: str) -> float | None:
     return next((record[key] for record in reversed(records) if isinstance(record.get(key), int | float)), None)

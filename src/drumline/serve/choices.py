@@ -34,6 +34,7 @@ class Choice:
 
     echoed: the ids of the prompt, if its text is part of the answer
     stream: post pieces as they come, and not only one at the end
+    scores_end: the token that ends the text is among those with a log probability, though not in the text
     """
 
     def __init__(
@@ -45,7 +46,9 @@ class Choice:
         stops: tuple[str, ...],
         stream: bool,
         echoed: list[int] | None,
+        scores_end: bool,
     ) -> None:
+        self._scores_end = scores_end
         self._index, self._tokenizer, self._post, self._stream = index, tokenizer, post, stream
         self._writing = StoppingText(tokenizer, stops)
         self._start = 0
@@ -69,8 +72,10 @@ class Choice:
             self._send()
         return not self._writing.stopped
 
-    def ended(self, reason: Reason) -> None:
+    def ended(self, reason: Reason, token: Scored | None) -> None:
         self._unsent += self._writing.flush()
+        if token is not None and self._scores_end:
+            self._tokens.append(Placed(token, self._start + self._writing.chars))
         self._send("stop" if self._writing.stopped else reason)
 
     def _echo(self, tokens: list[Scored]) -> None:

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
+from drumline.chats import ChatTemplate
 from drumline.errors import ConfigError, DataError
-from drumline.generate import ChatTemplate, Engine, Request, WritingRun
+from drumline.generate import Engine, Request, WritingRun
 from drumline.model import GPT
 from drumline.serve.choices import Choice, Piece
 from drumline.serve.requests import ApiError, Wanted
@@ -90,7 +91,15 @@ class Job:
         stops = (*wanted.stops, *(service.template.stops if wanted.is_chat else ()))
         seed = (wanted.settings.seed + number) % (1 << 63) if number else wanted.settings.seed
         echoed = prompt if wanted.echo else None
-        choice = Choice(index, service.run.tokenizer, self._post, stops=stops, stream=wanted.stream, echoed=echoed)
+        choice = Choice(
+            index,
+            service.run.tokenizer,
+            self._post,
+            stops=stops,
+            stream=wanted.stream,
+            echoed=echoed,
+            scores_end=not wanted.is_chat,  # as clients of completions expect: max_tokens 1 has one token in any case
+        )
         return Request(
             prompt=prompt,
             settings=replace(wanted.settings, seed=seed),

@@ -8,8 +8,9 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+from drumline.chats import ROLES
 from drumline.errors import ConfigError
-from drumline.generate import ROLES, SampleConfig
+from drumline.generate import SampleConfig
 
 MOST_CHOICES, MOST_STOPS, MOST_TOP = 128, 16, 20
 _TYPES = {

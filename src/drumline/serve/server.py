@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
+from drumline.chats import ChatTemplate
 from drumline.config import Device
 from drumline.errors import ConfigError, MissingExtraError
-from drumline.generate import ChatTemplate, Engine, writing_run
+from drumline.generate import Engine, writing_run
 from drumline.network import Endpoint, is_loopback
 from drumline.serve.jobs import Limits, Service
 from drumline.signals import counting

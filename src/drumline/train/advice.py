@@ -1,16 +1,32 @@
-"""What the first lines of a run add about the machine and the length of the run, if there is something to say."""
+"""What some runs are told at their start: choices that cannot work, and what their machine and length mean."""
 
 from __future__ import annotations
 
 import os
 
-from drumline.config import TrainConfig
+import torch
+
+from drumline.config import OPTIMIZERS, TrainConfig
 from drumline.lazy import room
 from drumline.units import counted
 
 _BUSY = 1.5
 """Above this load per core, the cores are not free for a run, and it says so."""
 _FEW = 20
+
+
+def check_choices(config: TrainConfig, device: torch.device) -> None:
+    """Refuse a custom model or optimizer, or float8, that cannot work."""
+    if config.model.model != "gpt":
+        from drumline.model import checked_plugin
+
+        checked_plugin(config)
+    if config.optim.optimizer not in (None, *OPTIMIZERS):
+        from drumline.optim import checked_optimizer
+
+        checked_optimizer(config.optim.optimizer)
+    if config.run.fp8:
+        room("kernels").check_fp8(config, device)
 
 
 def advice(config: TrainConfig, *, device: str, total_steps: int) -> list[str]:

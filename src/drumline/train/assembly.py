@@ -7,11 +7,13 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from drumline.checkpoint import Saver, find_snapshots
 from drumline.errors import TrainingError
-from drumline.files import Journal
-from drumline.parallel import Pulse, own_pulse, versions
-from drumline.report import Record, Records
+from drumline.files import Journal, RunFolder
+from drumline.parallel import Pulse, World, own_pulse, versions
+from drumline.report import Record, Records, Sparing
 from drumline.signals import stopping
 from drumline.train.guard import Guard, ReplicaDriftError
 from drumline.train.history import History
@@ -54,12 +56,20 @@ def assembled(
             saver=saver,
             guard=guard,
             records=records,
+            lanes=Sparing(lambda *times: _lanes(folder, world, records, *times)),
             pulse=pulse,
             pace=pace,
             stop=stop,
             compare_replicas=compare,
             evaluate=partial(evaluate, pulse) if evaluate else None,
         )
+
+
+def _lanes(folder: RunFolder, world: World, records: Records, *times: Any) -> None:
+    if world.is_rank0:
+        from drumline.report import write_lanes
+
+        write_lanes(folder, world, records, *times)
 
 
 Tell = Callable[[str, dict[str, Any]], None]
@@ -70,6 +80,7 @@ def _tell(records: Records, journal: Journal, intervals: Intervals, message: str
     if message:
         records.say(message)
     journal.event(**event)
+    records.show(event)
     if event["event"] == "saved" and event["step"] < intervals.total_steps:  # else the last status follows
         journal.status("running", step=event["step"], total_steps=intervals.total_steps)
 
@@ -78,6 +89,9 @@ def _tell(records: Records, journal: Journal, intervals: Intervals, message: str
 def _saving(
     setup: Setup, intervals: Intervals, snapshots: Snapshots | None, pulse: Pulse, tell: Tell
 ) -> Iterator[Saver]:
+    device, dtype = setup.world.device, setup.step.precision.dtype
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    arithmetic = {"versions": versions(), "device": f"{device.type} {name}, {dtype}"}
     saver = Saver(
         setup.folder,
         setup.world,
@@ -87,7 +101,7 @@ def _saving(
         snapshots=snapshots,
         snapshot_every=intervals.snapshot_every,
         on_time=setup.guard_rules.may_go_back,
-        about={"config_sha256": setup.config_sha256, "versions": versions()},
+        about={"config_sha256": setup.config_sha256, **arithmetic},
         tell=tell,
         waiting=pulse.still_there,
     )
@@ -109,5 +123,8 @@ def _failures_named(journal: Journal, intervals: Intervals) -> Iterator[None]:
         if journal.step is not None:
             from drumline.train.trouble import how_it_ended
 
-            journal.status(step=journal.step, total_steps=intervals.total_steps, **how_it_ended(error))
+            ended = how_it_ended(error)
+            journal.status(step=journal.step, total_steps=intervals.total_steps, **ended)
+            if ended["state"] == "failed" and not own_pulse().is_supervised:  # else the supervisor tells
+                journal.event("failed", step=journal.step, what=ended["cause"])
         raise

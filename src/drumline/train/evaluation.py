@@ -44,7 +44,7 @@ def evaluate(
     each_batch: Callable[[], None] = lambda: None,
 ) -> Evaluation:
     """The loss over a token file: all of it, or `windows` evenly spaced sequences; ranks share the work."""
-    total = math.ceil((len(tokens) - 1) / context)
+    total = tokens.windows(context)
     if total < 1:
         raise DataError(f"{tokens.path} has {len(tokens)} tokens, too few to predict one", fix="use more text")
     chosen = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +11,7 @@ import torch
 
 from drumline.checkpoint import RunState, Saver, has_begun, weights
 from drumline.files import Journal
+from drumline.parallel import device_name, versions
 from drumline.report import Records
 from drumline.train.guard import Guard
 from drumline.train.setup import Intervals, Setup
@@ -53,9 +56,12 @@ class History:
         self.folder.began = True
         step = state.step if state else 0
         self.detours = state.detours if state else []
-        if state:
-            self._journal.event("resumed", step=step)
-        if self.world.on_rank0(self.folder.checkpoint(step).exists):
+        on_disk = self.world.on_rank0(self.folder.checkpoint(step).exists)
+        origin = {"from": "checkpoint" if on_disk or self._setup.resume_from != "auto" else "snapshot"} if state else {}
+        about = {"world_size": self.world.size, "hosts": self.world.gather(socket.gethostname()), "pid": os.getpid()}
+        about |= {"device": device_name(self.world.device), "versions": versions()}
+        self.tell("", {"event": "resumed" if state else "started", "step": step, **origin, **about})
+        if on_disk:
             self.saver.saved_step = step
         elif self._setup.resume_from != "auto" or (step == 0 and self._guard.rules.may_go_back):
             self.saver.save(self.state(step))  # so that a restart before the next save finds this run's own checkpoint

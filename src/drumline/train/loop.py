@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drumline.checkpoint import Saver, weights_sha256
+from drumline.checkpoint import Saver, weights_fingerprint, weights_sha256
 from drumline.data import mix
 from drumline.parallel import Pulse, peak_flops, peak_memory_bytes
 from drumline.report import Record, Records, Speed
@@ -58,6 +59,8 @@ class Loop:
     saver: Saver
     guard: Guard
     records: Records
+    lanes: Callable[[int, Sequence[float], Sequence[float]], None]
+    """Records where the time of the ranks went: (step, StepResult.work_s, own lap)."""
     pulse: Pulse
     pace: Pace | None
     """Compares the ranks' times; None for a single rank."""
@@ -66,6 +69,7 @@ class Loop:
     compare_replicas: Callable[[int], None] | None
     """Raises if the ranks' weights differ; None for a single rank."""
     evaluate: Callable[[], Record] | None
+    _lap: Sequence[float] = ()
     _ahead: dict[int, Gradient] = field(default_factory=dict, init=False)
     _warm: bool = field(default=False, init=False)
 
@@ -88,6 +92,7 @@ class Loop:
                 say_how_long(self.records, self.setup.folder, last - step, speed.rate(step))
             if self.intervals.logs(step):
                 self.records.write(self._record(step, result, speed))
+                self.lanes(step, result.work_s, self._lap)
             if step == first + 1:
                 speed = Speed(step)  # the first steps include compilation and other setup
             evaluates = self.evaluate is not None and self.intervals.evaluates(step)
@@ -110,6 +115,7 @@ class Loop:
             with suppress(Exception):  # it will be raised again when that step is due, with this one complete
                 self._ahead[step + 1] = self._gradient(step + 1, NO_VOTES)
         result = read()
+        self.pulse.clock.enter("other")
         # What was started ahead came without them.
         result = replace(result, votes=Votes(*map(max, votes, result.votes)))
         if self.pace is not None:
@@ -120,6 +126,9 @@ class Loop:
 
     def _gradient(self, step: int, votes: Votes) -> Gradient:
         watch = self.pace.begin(step) if self.pace is not None else None
+        self._lap = self.pulse.clock.lap() if self.intervals.logs(step + 1) else ()
+        if watch is not None:
+            watch.lap = self._lap
         return self.setup.step.gradient(self._micro_batches(step), votes=votes, watch=watch)
 
     def _micro_batches(self, step: int) -> Iterator[Any]:
@@ -152,8 +161,10 @@ class Loop:
         held_out: Record = {}
         if evaluates and self.evaluate:
             self.pulse.at("evaluate", step)
+            began_s = time.perf_counter()
             held_out = self.evaluate()
-            self.records.write({"step": step, **held_out})
+            self.setup.evaluated(step)
+            self.records.write({"step": step, **held_out, "eval_s": round(time.perf_counter() - began_s, 3)})
         _, saves, snapshots = result.votes
         if self.compare_replicas and (saves or snapshots or self.intervals.compares(step)):
             self.compare_replicas(step)  # a replica with different weights must not get into a checkpoint
@@ -184,9 +195,11 @@ class Loop:
             "lr": setup.step.optimizer.param_groups[0]["lr"],
             "grad_norm": result.grad_norm,
             rate: steps_per_s * items * batches.tokens_per_item,
+            "tokens": step * items * batches.tokens_per_item,
             "epoch": step * items / batches.items,
             "eta_s": (self.intervals.total_steps - step) / steps_per_s,
             "peak_memory_bytes": peak_memory_bytes(precision.device),
+            "fingerprint": weights_fingerprint(setup.step.model),
         }
         peak = peak_flops(precision.device, precision.dtype)
         if setup.flops_per_item and peak:

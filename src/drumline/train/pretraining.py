@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from fractions import Fraction
 from functools import partial
@@ -16,14 +16,14 @@ from torch import nn
 
 from drumline.checkpoint import Retention, check_resume, what_to_resume
 from drumline.config import OPTIMIZERS, TrainConfig, preset, resolved, to_toml
-from drumline.data import Data, ProgressCallback, TokenBatches, is_tokens, mix, open_data, plan_batches
+from drumline.data import Data, Progress, ProgressCallback, TokenBatches, is_tokens, mix, open_data, plan_batches
 from drumline.errors import EXIT_STOPPED
 from drumline.files import RunFolder, choose_folder, replace_text
 from drumline.lazy import room
 from drumline.model import build_model, token_objective
 from drumline.optim import learning_rate, make_optimizer, scaled
 from drumline.parallel import Pulse, World, allow_tf32, join, leave, make_strategy, own_pulse, pick_dtype
-from drumline.report import JsonlSink, Record, Records, preparing
+from drumline.report import JsonlSink, Record, Records, Sparing, with_epochs
 from drumline.train.assembly import assembled
 from drumline.train.evaluation import evaluate
 from drumline.train.guard import GuardRules
@@ -55,8 +55,24 @@ def pretrain(
 
 def train_here(config: TrainConfig) -> int:
     """Train in this process, alone or as one of the ranks; returns the exit code."""
-    result = pretrain(config, showing=preparing)
+    result = pretrain(config, showing=_preparing)
     return 0 if result.state == "finished" else EXIT_STOPPED
+
+
+@contextmanager
+def _preparing() -> Iterator[ProgressCallback]:
+    """Shows the progress of tokenizing if that takes more than a moment."""
+    shown: list[ProgressCallback] = []
+
+    def open_bars(progress: Progress) -> None:
+        from drumline.report import preparing
+
+        shown.append(open_parts.enter_context(preparing()))
+        shown[0](progress)
+
+    with ExitStack() as open_parts:
+        opens = Sparing(open_bars)
+        yield lambda progress: shown[0](progress) if shown else opens(progress)
 
 
 def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
@@ -76,10 +92,14 @@ def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
         open_parts.callback(records.close)
         if config.model.init_from is not None:
             open_parts.enter_context(room("huggingface").started_from(config, folder, data, world, records.say))
-        setup = _setup(config, folder, data, world, total_steps=total_steps, goes_on=stored is not None)
+        setup = set_up(config, folder, data, world, total_steps=total_steps, goes_on=stored is not None)
         intervals = _intervals(config, total_steps=total_steps)
+        if world.is_rank0 and data.tokenizer is not None:
+            setup.evaluated = Sparing(partial(_sample, config, data, setup, records))
         records.say("\n".join(introduction(config, data, setup, total_steps=total_steps)))
         with assembled(setup, intervals, records, evaluate=_evaluator(config, data, setup)) as loop:
+            if "DRUMLINE_AGAIN" in os.environ:
+                room("reasons").end_early(loop)
             result = loop.run()
         return conclude(config, data, setup, records, result) if world.is_rank0 else result
 
@@ -94,21 +114,15 @@ def _open_data(config: TrainConfig, folder: RunFolder, world: World, progress: P
 
 def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
     """The resolved config; refuses what cannot work before any text is tokenized."""
-    if config.data.vocab_size is None and is_tokens(config.data.train_data_path):
-        from drumline.data import with_vocabulary
+    if is_tokens(config.data.train_data_path):
+        from drumline.data import with_token_facts
 
-        config = with_vocabulary(config)
+        config = with_token_facts(config)
     config = resolved(config)
-    if config.model.model != "gpt":
-        from drumline.model import checked_plugin
+    if config.model.model != "gpt" or config.optim.optimizer not in (None, *OPTIMIZERS) or config.run.fp8:
+        from drumline.train.advice import check_choices
 
-        checked_plugin(config)
-    if config.optim.optimizer not in (None, *OPTIMIZERS):
-        from drumline.optim import checked_optimizer
-
-        checked_optimizer(config.optim.optimizer)
-    if config.run.fp8:
-        room("kernels").check_fp8(config, device)
+        check_choices(config, device)
     return config
 
 
@@ -155,7 +169,7 @@ def _with_length(config: TrainConfig, folder: RunFolder, data: Data, world: Worl
 
     if config.batch.minutes is None:
         return config, steps_in_epochs(config, world.on_all_ranks(lambda: _batches(config, data, total_steps=0)))
-    trial = partial(_setup, config, folder, data, world, total_steps=1)
+    trial = partial(set_up, config, folder, data, world, total_steps=1)
     return steps_in_minutes(config, folder, world, trial, partial(_evaluator, data=data))
 
 
@@ -169,14 +183,13 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
 
         add_trackers(records, config.records, folder, settings=asdict(config))
     if config.batch.epochs is not None:
-        from drumline.report import with_epochs
-
         records.formats = with_epochs(config.batch.epochs)
     if config.run.eval_tasks:
         records.formats = room("evals").with_task_formats(records.formats)
     stored = to_toml(replace(config, run=replace(config.run, resume_from="auto", allow_change=())))
     if not folder.config.exists() and data.tokenizer is not None:  # a new run
         data.tokenizer.save(folder.tokenizer)
+        room("chats").keep_style(data.train, folder) if data.train.targets is not None else None
     for path, text in ((folder.data, data.origin()), (folder.config, stored)):
         if not path.exists():  # a run that could not even start is not worth resuming
             replace_text(path, text)
@@ -187,7 +200,10 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
 
 def _batches(config: TrainConfig, data: Data, *, total_steps: int) -> TokenBatches:
     assert config.model.context is not None and config.batch.short_contexts is not None
-    batches = TokenBatches(
+    make = TokenBatches if data.train.targets is None else room("chats").ChatBatches
+    if config.data.skip_list:
+        make = room("reasons").without_skipped(config.data.skip_list)
+    batches: TokenBatches = make(
         data.train,
         plan_batches(config.batch, default_batch_size=1, world_size=1),
         context=config.model.context,
@@ -198,7 +214,7 @@ def _batches(config: TrainConfig, data: Data, *, total_steps: int) -> TokenBatch
     return batches
 
 
-def _setup(
+def set_up(
     config: TrainConfig, folder: RunFolder, data: Data, world: World, *, total_steps: int, goes_on: bool = False
 ) -> Setup:
     """goes_on: the weights will be restored, so they are initialized only if nothing valid is left"""
@@ -214,6 +230,7 @@ def _setup(
     else:
         model = make()
     facts = {"train_data": data.train.sha256 or f"{len(data.train)} tokens", "vocab_size": data.vocab_size}
+    facts |= batches.facts
     if world.size > 1:
         from drumline.train.ranks import agree
 
@@ -287,6 +304,10 @@ def _intervals(config: TrainConfig, *, total_steps: int) -> Intervals:
         snapshot_every=(None if restarted else 0) if run.snapshot_every == "auto" else run.snapshot_every,
         compare_every=run.check_replicas_every or 0,
     )
+
+
+def _sample(config: TrainConfig, data: Data, setup: Setup, records: Records, step: int) -> None:
+    room("generate").write_sample(setup.step.model, data.tokenizer, setup.folder, records, config, step=step)
 
 
 def _evaluator(config: TrainConfig, data: Data, setup: Setup) -> Callable[[Pulse], Record] | None:

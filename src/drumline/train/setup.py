@@ -38,6 +38,8 @@ class Setup:
     """FLOPs per step, for MFU."""
     stepped: Callable[[int, StepResult], None] = lambda step, result: None
     """Called after each step with the number of completed ones."""
+    evaluated: Callable[[int], None] = lambda step: None
+    """Called after each evaluation."""
     initialize: Callable[[], None] | None = None
     """Initializes the weights, if that was put off because they would be restored."""
 

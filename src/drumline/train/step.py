@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from drumline.lazy import room
-from drumline.parallel import waiting_for
+from drumline.parallel import own_pulse, waiting_for
 
 if TYPE_CHECKING:
     from drumline.parallel import Stopwatch, Strategy
@@ -67,6 +67,7 @@ class Backward:
         scaled = self.precision.scaler.scale(loss * self.scale)
         if watch is not None:
             watch.watch(scaled)
+        own_pulse().clock.enter("backward")
         scaled.backward()  # type: ignore[no-untyped-call]
         return loss.detach().float()
 
@@ -100,7 +101,7 @@ class StepResult:
     votes: Votes
     """What any rank wants; the same on all ranks."""
     work_s: tuple[float, ...] = ()
-    """Seconds of each rank's own work, if measured; the same on all ranks."""
+    """Seconds of each rank's own work, if measured, then its lap, if there is one; the same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,7 @@ class Step:
 
         lr: of this step, times each group's "lr_ratio"; None: leave the optimizer's own
         """
+        own_pulse().clock.enter("optimizer")
         scaler, optimizer = self.precision.scaler, self.optimizer
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
 from drumline.config import TrainConfig, preset
 from drumline.data import Data, TokenBatches
+from drumline.files import RunFolder
 from drumline.lazy import room
-from drumline.report import Records, command, plot_loss
+from drumline.report import Records, command
 from drumline.signals import raising
 from drumline.train.loop import FitResult
 from drumline.train.setup import Setup
 from drumline.units import count
+
+_REPORT_S = 60.0
 
 
 def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: int) -> list[str]:
@@ -75,11 +80,17 @@ def conclude(config: TrainConfig, data: Data, setup: Setup, records: Records, re
     return result
 
 
+def write_report(folder: RunFolder, records: Records) -> None:
+    """report.html, by a process that loads what this takes."""
+    if records.flush(patient=True):
+        words = [sys.executable, "-P", "-m", "drumline", "report", str(folder.path)]
+        records.attempt(
+            str(folder.report), lambda: subprocess.run(words, check=True, capture_output=True, timeout=_REPORT_S)
+        )
+
+
 def _show_results(config: TrainConfig, data: Data, setup: Setup, records: Records, result: FitResult) -> None:
     folder, generate, next_steps = setup.folder, room("generate"), [command("runs")]
-    title = f"{config.model.preset} on {config.data.train_data_path}"
-    if records.flush(patient=True):
-        records.attempt(str(folder.loss_plot), lambda: plot_loss(folder.metrics, folder.loss_plot, title=title))
     if data.valid is not None:
         next_steps.insert(0, command("evaluate", folder.path))
     if data.tokenizer is not None and generate.can_write(setup.step.model):
@@ -89,11 +100,14 @@ def _show_results(config: TrainConfig, data: Data, setup: Setup, records: Record
         ids = generate.generate(
             setup.step.model, tokenizer.encode(prompt), settings, end_of_text=tokenizer.end_of_text, context=context
         )
-        text = (prompt + tokenizer.decode(list(ids))).translate(generate.VISIBLE)
+        text = tokenizer.decode(list(ids))
+        records.line(folder.samples, {"step": result.step, "prompt": prompt, "text": text})
+        text = (prompt + text).translate(generate.VISIBLE)
         records.say("\n".join(["\nsample:", *(f"  | {line}" for line in text.splitlines())]))
         example = ["--prompt", "def "] if config.data.train_data_path == "builtin" else []
-        next_steps.insert(0, command("sample", folder.path, *example))
+        next_steps.insert(0, command("sample" if data.train.targets is None else "chat", folder.path, *example))
+    write_report(folder, records)
     records.say(
-        f"\nfinished: {folder.path} (loss curve: {folder.loss_plot})\nweights sha256 {result.weights_sha256}\n"
+        f"\nfinished: {folder.path} (report: {folder.report})\nweights sha256 {result.weights_sha256}\n"
         + "\n  ".join(["next:", *next_steps])
     )

@@ -3,7 +3,6 @@ whose weights differ."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import socket
 from collections.abc import Callable
@@ -12,10 +11,9 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from drumline.checkpoint import valid_ones, weights
+from drumline.checkpoint import valid_ones, weights_fingerprint
 from drumline.errors import DrumlineError, TrainingError
 from drumline.files import RunFolder
 from drumline.parallel import World, odd_ones, waiting_for
@@ -118,7 +116,7 @@ def _shown(names: list[str]) -> str:
 
 def compare_replicas(model: nn.Module, world: World, step: int, *, tell: Callable[[str, dict[str, Any]], None]) -> None:
     """ReplicaDriftError on all ranks if one has different weights."""
-    own = replica_digest(model)
+    own = weights_fingerprint(model)
     with waiting_for("the comparison of the weights"):
         digests = world.gather([socket.gethostname(), own])
     ranks = odd_ones({rank: digest for rank, (_, digest) in enumerate(digests)})[1]
@@ -136,16 +134,6 @@ def compare_replicas(model: nn.Module, world: World, step: int, *, tell: Callabl
         fix="run the same command again to resume from the last checkpoint; test the memory of that host",
         reported=not world.is_rank0,
     )
-
-
-def replica_digest(model: nn.Module) -> str:
-    """The bits of all weights summed as integers on the device: any single flipped bit changes it."""
-    sums = []
-    for tensor in weights(model).values():
-        bits = tensor.contiguous().reshape(-1).view(torch.uint8)
-        width = next(w for w in (4, 2, 1) if bits.numel() % w == 0 and bits.storage_offset() % w == 0)
-        sums.append(bits.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]).sum(dtype=torch.int64))
-    return hashlib.sha256(repr(torch.stack(sums).tolist()).encode()).hexdigest()[:16]
 
 
 def go_back(history: History, step: int) -> int:

@@ -10,7 +10,7 @@ from drumline.config import RecordConfig, did_you_mean
 from drumline.errors import ConfigError
 from drumline.files import RunFolder
 from drumline.report import FORMATS, JsonlSink, Record, Records, Sink, add_trackers, with_epochs
-from drumline.train import FitResult, Setup
+from drumline.train import FitResult, Setup, write_report
 from drumline.trainer.objectives import Loss
 from drumline.trainer.rates import Rates
 from drumline.trainer.samples import Source
@@ -85,4 +85,5 @@ def ending(records: Records, folder: RunFolder, result: FitResult, *, did_nothin
             "for a new one, another run_dir"
         )
     else:
+        write_report(folder, records)
         records.say(f"done   {folder.path}: weights {result.weights_sha256[:12]}")

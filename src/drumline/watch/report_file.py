@@ -24,7 +24,7 @@ _SCRIPT = re.compile(r'<script src="/page/([\w.]+)"></script>\n')
 def write_report(run: Path, out: Path | None) -> Path:
     """Write the report of a run, by default as report.html into its folder."""
     source = one_run(run)
-    out = out or source.folder.path / "report.html"
+    out = out or source.folder.report
     _write(out, report_html(source))
     return out
 

@@ -1,0 +1,61 @@
+"""The documents of a step: which, and which of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from drumline.data import TokenFile, Tokenizer
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a document that is in a window."""
+
+    window: int
+    first: int
+    """Its tokens are first..last-1 of the file; the last token of a window is a target only."""
+    last: int
+    document: str
+    start: int
+    """The document is start..stop-1."""
+    stop: int
+
+
+def parts_of(tokens: TokenFile, windows: Sequence[int], *, context: int) -> list[Part]:
+    """The parts of documents in some windows, in order; in files that have no documents, windows count as such."""
+    spans = [(window, window * context, min(len(tokens), (window + 1) * context + 1)) for window in windows]
+    if tokens.document_ends is None:
+        return [Part(window, a, b, f"tokens {a:,} to {b - 1:,}", a, b) for window, a, b in spans]
+    ends = tokens.document_ends
+    found: list[tuple[int, int, int, int]] = []
+    for window, a, b in spans:
+        # uint64 needles: with Python ints, numpy would convert the whole map to float64.
+        at, last = np.searchsorted(ends, np.array([a, b - 1], dtype=np.uint64), side="right").tolist()
+        found += [(window, a, b, number) for number in range(at, last + 1)]
+    names = _names(tokens, {number for *_, number in found})
+    parts = []
+    for window, a, b, number in found:
+        start, stop = int(ends[number - 1]) if number else 0, int(ends[number])
+        parts.append(Part(window, max(a, start), min(b, stop), names.get(number, f"document {number}"), start, stop))
+    return parts
+
+
+def _names(tokens: TokenFile, wanted: set[int]) -> dict[int, str]:
+    if tokens.names_path is None or not wanted:
+        return {}
+    names, most = {}, max(wanted)
+    with open(tokens.names_path, encoding="utf-8", newline="\n") as lines:
+        for number, line in enumerate(lines):
+            if number in wanted:
+                names[number] = line.rstrip("\n")
+            if number >= most:
+                break
+    return names
+
+
+def decoded(part: Part, tokens: TokenFile, tokenizer: Tokenizer) -> str:
+    """The text of a part."""
+    return tokenizer.decode(tokens.read(part.first, part.last).tolist())
