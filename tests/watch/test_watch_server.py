@@ -166,3 +166,32 @@ assert not {"torch", "matplotlib", "starlette"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
     assert (tmp_path / "run/report.html").is_file()
+
+
+def test_a_page_that_was_started_with_a_run_ends_with_it(tmp_path: Path) -> None:
+    code = """
+import sys
+from drumline.watch import start_page
+assert start_page("run")
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", code]
+    trainer = subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert trainer.stdout
+    port = int(trainer.stdout.readline().rpartition(":")[2])
+    page = Watch(trainer, f"http://127.0.0.1:{port}")
+    assert page.json("/api/runs") == []
+    make_run(tmp_path / "run", steps=20)
+    assert [each["run"] for each in page.json("/api/runs")] == ["run"]
+    trainer.kill()
+    assert trainer.stdout.read() == ""  # the page has the other end of it, until it ends
+    trainer.wait()
+
+
+def test_only_one_rank_starts_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    from drumline.watch import start_page
+
+    for name, rank in (("RANK", "1"), ("SLURM_PROCID", "3")):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, rank)
+            assert start_page("run") is None
