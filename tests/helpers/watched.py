@@ -1,14 +1,19 @@
-"""Run folders as training writes them, without training: for tests and the benchmark of the page."""
+"""Run folders as training writes them, without training, and a page of them that is served."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import math
 import random
+import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 BEGIN = 1_790_000_000.0
 """The first second of every run."""
@@ -129,3 +134,31 @@ def ranks_record(step: int, ranks: int, slow: int | None) -> dict[str, Any]:
     order = ["data", "forward", "backward", "wait", "optimizer", "save", "other"]
     rounded = {name: [round(value, 5) for value in seconds[name]] for name in order}
     return {"step": step, "time": BEGIN + 30 + step * 0.36, "steps": 10, "seconds": rounded}
+
+
+@dataclass
+class Watch:
+    """A `drumline watch` that serves."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def port(self) -> int:
+        return urlsplit(self.url).port or 0
+
+    def ask(self, path: str, *, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        with contextlib.closing(connection):
+            connection.putrequest(method, path, skip_host="Host" in headers, skip_accept_encoding=True)
+            for name, value in headers.items():
+                connection.putheader(name, value)
+            connection.endheaders()
+            answer = connection.getresponse()
+            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+
+    def json(self, path: str) -> Any:
+        status, _, body = self.ask(path)
+        assert status == 200, body
+        return json.loads(body)

@@ -55,6 +55,7 @@ def run_training(
     config: Path | None = None,
     dry_run: Annotated[bool, Parameter(negative=())] = False,
     trust: Annotated[bool, Parameter(negative=())] = False,
+    watch: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Train a model. Without arguments: a small GPT on Python source code.
 
@@ -66,6 +67,8 @@ def run_training(
         Print the resolved config; on stderr, parameter count, memory estimate, tokens and steps. Does not train.
     trust
         Run installed code that the config of a run from elsewhere names (package.module:name).
+    watch
+        Serve a page of the run while it runs, as drumline watch does, and print its address.
     """
     settings = TrainConfig(model=model, data=data, batch=batch, optim=optim, run=run, ranks=ranks, records=records)
     preset(model.preset)  # a wrong name is told before torch is imported
@@ -73,6 +76,10 @@ def run_training(
         from drumline.cli.bench import print_dry_run
 
         return print_dry_run(settings, nproc=ranks_to_start(settings))
+    if watch:
+        from drumline.watch import start_page
+
+        start_page(run.run_dir)
     # Must be set before torch is imported. torch's warnings about stores say less than drumline's own messages.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if ranks.nproc and "RANK" not in os.environ:
@@ -109,8 +116,7 @@ def ranks_to_start(config: TrainConfig) -> int:
         return 0
     on_gpus = config.run.device in ("auto", "cuda") and torch.cuda.is_available()
     wanted = config.ranks.nproc or (torch.cuda.device_count() if on_gpus else 1)
-    alone = wanted == 1 and config.ranks.nproc is None and config.ranks.hosts == (1, 1)
-    return 0 if alone else wanted
+    return 0 if wanted == 1 and config.ranks.nproc is None and config.ranks.hosts == (1, 1) else wanted
 
 
 def is_plain(config: TrainConfig, environ: Mapping[str, str]) -> bool:
@@ -126,15 +132,13 @@ def is_plain(config: TrainConfig, environ: Mapping[str, str]) -> bool:
         return False
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     threads = [environ[name] for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if name in environ]
-    if _FOR_THE_DOCTOR & environ.keys() or not all(n.isdigit() and 0 < int(n) <= cores for n in threads):
-        return False
-    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _OPEN_FILES:
+    few_files = 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _OPEN_FILES
+    if few_files or _FOR_THE_DOCTOR & environ.keys() or not all(n.isdigit() and 0 < int(n) <= cores for n in threads):
         return False
     folder = Path(run.run_dir or "runs").absolute()
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return False
-    return shutil.disk_usage(existing).free >= _most_bytes(config)
+    is_writable = existing.is_dir() and os.access(existing, os.W_OK)
+    return is_writable and shutil.disk_usage(existing).free >= _most_bytes(config)
 
 
 def _most_bytes(config: TrainConfig) -> int:
@@ -143,5 +147,5 @@ def _most_bytes(config: TrainConfig) -> int:
     shape = gpt_config(config.model, vocab_size=config.data.vocab_size or 1)
     embeddings = (2 + shape.value_tables) * (shape.vocab_size + 64) + shape.max_position_embeddings
     layers = shape.n_layers * (4 * shape.d_model + 3 * shape.d_ff + 16)
-    weights_and_moments = 3 * shape.d_model * (embeddings + layers)
-    return 4 * weights_and_moments * (config.run.keep_checkpoints + config.run.keep_best + 1)
+    # Weights and two moments, of 4 bytes each.
+    return 4 * 3 * shape.d_model * (embeddings + layers) * (config.run.keep_checkpoints + config.run.keep_best + 1)

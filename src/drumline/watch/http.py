@@ -65,11 +65,17 @@ def refused(status: HTTPStatus, why: str) -> Response:
 async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer) -> None:
     """Answer the requests of one connection, one after the other."""
     # Cancelled: the server ends. Python 3.11 would print a traceback for each page that is still open.
-    with suppress(OSError, asyncio.IncompleteReadError, TimeoutError, asyncio.CancelledError):
+    with suppress(asyncio.CancelledError):
+        await _serve(reader, writer, answer)
+
+
+async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answer: Answer) -> None:
+    with suppress(OSError, asyncio.IncompleteReadError, TimeoutError):
         wait_s = _HEAD_S
         while True:
             try:
-                head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), wait_s)
+                async with asyncio.timeout(wait_s):
+                    head = await reader.readuntil(b"\r\n\r\n")
                 request = parse_head(head)
             except (asyncio.LimitOverrunError, ValueError):
                 await _send(writer, refused(HTTPStatus.BAD_REQUEST, "not a request"), method="GET", stays=False)
@@ -117,7 +123,8 @@ async def _send(writer: asyncio.StreamWriter, response: Response, *, method: str
     first = f"HTTP/1.1 {response.status.value} {response.status.phrase}"
     lines = [first, *(f"{name}: {value}" for name, value in headers.items()), "", ""]
     writer.write("\r\n".join(lines).encode("latin-1") + (b"" if method == "HEAD" else response.body))
-    await asyncio.wait_for(writer.drain(), _WRITE_S)
+    async with asyncio.timeout(_WRITE_S):
+        await writer.drain()
 
 
 async def _stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, events: AsyncIterator[bytes]) -> None:
@@ -135,7 +142,8 @@ async def _stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ev
 async def _send_events(writer: asyncio.StreamWriter, events: AsyncIterator[bytes]) -> None:
     async for event in events:
         writer.write(event)
-        await asyncio.wait_for(writer.drain(), _WRITE_S)
+        async with asyncio.timeout(_WRITE_S):
+            await writer.drain()
 
 
 class Gate:

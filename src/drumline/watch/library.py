@@ -19,17 +19,22 @@ class Library:
 
     def __init__(self, where: Path) -> None:
         self.where = where
-        run = run_of(where)
-        self._single = run if is_run(run) else None
+        self._run = run_of(where)
         self._sources: dict[str, RunSource] = {}
         self._lock = threading.Lock()
         if self._single is None and where.exists() and not where.is_dir():
             raise ConfigError(f"{where} is no folder", fix="give a run folder, or the folder that contains the runs")
 
+    @property
+    def _single(self) -> RunFolder | None:
+        """The run that the folder is; a run that has just been started may become one."""
+        return self._run if is_run(self._run) else None
+
     def names(self) -> list[str]:
         """The runs that are there now."""
-        if self._single is not None:
-            return [self._single.path.resolve().name]
+        single = self._single
+        if single is not None:
+            return [single.path.resolve().name]
         inside = os.path.realpath(self.where)
         runs = [each.path for each in _runs_in(self.where) if Path(os.path.realpath(each.path)).is_relative_to(inside)]
         return [path.name for path in runs][-_MOST_RUNS:]
@@ -38,7 +43,8 @@ class Library:
         """A run by its name; None if there is none of that name."""
         with self._lock:
             if name not in self._sources and name in self.names():
-                path = self._single.path if self._single else self.where / name
+                single = self._single
+                path = single.path if single else self.where / name
                 self._sources[name] = RunSource(Path(os.path.realpath(path)), name)
             return self._sources.get(name)
 

@@ -43,6 +43,12 @@ class WatchConfig:
     host: str = "127.0.0.1"
     port: int | None = None
 
+    def __post_init__(self) -> None:
+        if not 0 <= (self.port or 0) < 1 << 16:
+            raise ConfigError(
+                f"{self.port} is no port", fix="choose one from 1 to 65535; --port 0 takes any that is free"
+            )
+
     @property
     def is_local(self) -> bool:
         return is_loopback(self.host)
@@ -96,7 +102,8 @@ class Server:
         """When a run was last asked for: only those are read on."""
         self._made: dict[tuple[Any, ...], tuple[Any, bytes]] = {}
         self._making: dict[tuple[Any, ...], asyncio.Lock] = {}
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
+        """Set once something has changed; then another one takes its place."""
         self._clients = 0
         self._names: list[str] = []
 
@@ -129,7 +136,8 @@ class Server:
             kind = f"{_TYPES[Path(name).suffix]}; charset=utf-8"
             return Response(self._files[name], kind, headers=self._gate.remember(request))
         if path == "/api/runs":
-            return await self._cached(("runs",), int(time.monotonic()), self._library.runs)
+            names = await asyncio.to_thread(self._library.names)
+            return await self._cached(("runs",), (names, int(time.monotonic())), self._library.runs)
         if path == "/api/stream":
             return self._stream(request)
         if path in ("/api/run", "/api/curves", "/api/ranks"):
@@ -186,20 +194,21 @@ class Server:
         self._clients += 1
         try:
             seen: list[dict[str, Any]] = [{"curves": rows} for rows in at]
-            listed = ""
+            listed: str | None = None
             yield b"retry: 1000\n\n"
             while True:
+                changed = self._changed
                 for source, before in zip(sources, seen, strict=True):
                     self._asked[source.name] = time.monotonic()
                     for event in await self._news(source, before, axis):
                         yield event
                 if listed != (now := ",".join(self._names)):
-                    if listed:
+                    if listed is not None:
                         yield b"event: runs\ndata: {}\n\n"
                     listed = now
                 try:
-                    async with self._changed:
-                        await asyncio.wait_for(self._changed.wait(), _BEAT_S)
+                    async with asyncio.timeout(_BEAT_S):  # wait_for of Python 3.11 may lose that it is cancelled
+                        await changed.wait()
                 except TimeoutError:
                     yield b": still here\n\n"
         finally:
@@ -228,9 +237,10 @@ class Server:
                 self._names = await asyncio.to_thread(self._library.names)
             after = {name: source.version() for name, source in self._shown().items()}
             if after != before or names != self._names:
-                async with self._changed:
-                    self._changed.notify_all()
-            await asyncio.sleep(_POLL_S)
+                self._changed.set()
+                self._changed = asyncio.Event()
+            is_behind = any(source.left_bytes for source in self._shown().values())
+            await asyncio.sleep(_POLL_S / 25 if is_behind else _POLL_S)
 
     def _shown(self) -> dict[str, RunSource]:
         recent = time.monotonic() - 2 * _BEAT_S

@@ -23,7 +23,6 @@ from drumline.watch.lines import LineReader
 from drumline.watch.ranks import RankRecords
 from drumline.watch.thinning import curve
 
-RANKS, SAMPLES = "ranks.jsonl", "samples.jsonl"
 AXES = ("step", "tokens", "time")
 _NO_CURVES = {"step", "time", "tokens", "epoch", "eta_s", "eval_s"}
 _MOST_SAMPLES, _LONGEST_SAMPLE = 200, 4000
@@ -46,8 +45,8 @@ class RunSource:
         """What metrics.jsonl has beyond what was read."""
         self.lock = threading.RLock()
         self._metrics, self._ranks, self._events, self._samples = (
-            LineReader(path, path / file)
-            for file in (self.folder.metrics.name, RANKS, self.folder.events.name, SAMPLES)
+            LineReader(path, file)
+            for file in (self.folder.metrics, self.folder.ranks, self.folder.events, self.folder.samples)
         )
         self._status: dict[str, Any] = {}
         self._cards: dict[str, Any] = {}

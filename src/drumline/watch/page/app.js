@@ -26,7 +26,7 @@ app.zoom = (range) => { view.range = range; drawControls(); app.redraw(); clearT
 app.loadCurves = async () => {
   const { axis, range } = view;
   const margin = range ? (range[1] - range[0]) * 0.02 : 0, part = range && !embedded ? { low: range[0] - margin, high: range[1] + margin } : {};
-  const loaded = await Promise.all(app.shown.map((run) => data.curves(run.name, { axis, ...part }).catch(() => null)));
+  const loaded = await Promise.all(app.shown.map((run) => orNull(data.curves(run.name, { axis, ...part }))));
   if (axis !== view.axis || range !== view.range) return;
   app.curves = {};
   loaded.forEach((each) => { if (each) app.curves[each.run] = each; });
@@ -34,8 +34,20 @@ app.loadCurves = async () => {
   if (axes && !axes.includes(view.axis) && !range) { view.axis = "step"; return app.loadCurves(); }
   drawControls(); app.redraw(); app.listen();
 };
-app.loadRun = async (name) => { try { const run = await data.run(name); app.details[name] = run; if (name === app.main()?.name) drawRun(run); const known = app.runs.find((each) => each.run === name); if (known) { Object.assign(known, { state: run.state, step: run.step, total_steps: run.total_steps }); drawRuns(); } drawDifferences(app.shown, app.details); app.redraw(); } catch { /* the run has gone; the list will say so */ } };
-app.loadRanks = async () => { const run = app.main(); if (!run) return; try { const loaded = await data.ranks(run.name); if (run === app.main()) { ranksView.data = loaded; drawRanks(); } } catch { /* as above */ } };
+const orNull = (promise) => promise.catch(() => null); // the run has gone, or the server; the next event says so
+app.loadRun = async (name) => {
+  const run = await orNull(data.run(name));
+  if (!run) return;
+  app.details[name] = run;
+  if (name === app.main()?.name) drawRun(run);
+  const known = app.runs.find((each) => each.run === name);
+  if (known) { Object.assign(known, { state: run.state, step: run.step, total_steps: run.total_steps }); drawRuns(); }
+  drawDifferences(app.shown, app.details); app.redraw();
+};
+app.loadRanks = async () => {
+  const run = app.main(), loaded = run && (await orNull(data.ranks(run.name)));
+  if (loaded && run === app.main()) { ranksView.data = loaded; drawRanks(); }
+};
 app.loadRuns = async () => { app.runs = await data.runs(); const names = app.runs.map((each) => each.run); const before = app.shown.length; app.shown = app.shown.filter((run) => names.includes(run.name)); if (!app.shown.length && names.length) await app.show([newestRun()]); else { drawRuns(); if (!names.length || before !== app.shown.length) app.draw(); } };
 function newestRun() { const busy = app.runs.filter((each) => each.state === "running" || each.state === "restarting"); const pool = busy.length ? busy : app.runs; return pool.reduce((best, each) => (String(each.updated ?? "") >= String(best.updated ?? "") ? each : best)).run; }
 app.show = async (names) => {
