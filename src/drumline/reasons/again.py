@@ -27,6 +27,8 @@ from drumline.train import Loop, pretrain
 AGAIN = "DRUMLINE_AGAIN"
 """Environment variable of every rank that computes a run again: its last step, and the data that rollbacks skip."""
 _LINES_SHOWN = 12
+_MAY_HAVE_CHANGED = ("skip_list", "seed", "batch_size", "global_batch_size")
+"""Where a run went on with other settings (--allow_change), the checkpoint is still of those before."""
 
 
 def end_early(loop: Loop) -> None:
@@ -83,7 +85,7 @@ def _config(run: PureRun, copy: RunFolder, *, ranks: int) -> TrainConfig:
         was,
         run_dir=str(copy.path),
         resume_from="auto",
-        allow_change=(),
+        allow_change=_MAY_HAVE_CHANGED,
         eval_every=run.total_steps + 1,
         eval_tasks=None,
         save_every=run.total_steps + 1,
