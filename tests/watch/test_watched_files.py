@@ -183,7 +183,8 @@ def test_a_slow_step_stays_visible_in_a_long_run_of_many_ranks() -> None:
     assert len(busy) <= 100 and shown["count"] == 3000 and busy.max() == 9.0 and busy[:, 3].max() == 9.0
 
 
-def test_where_the_time_went_adds_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", ["started", "resumed"])
+def test_where_the_time_went_adds_up(tmp_path: Path, start: str) -> None:
     """1 s a step: 20 s until the first, killed in step 60 after 10 that are lost, noticed 5 s later, back after 25."""
     append(tmp_path / "metrics.jsonl", *({"step": s, "loss": 1.0, "time": BEGIN + 20 + s} for s in range(1, 51)))
     began = BEGIN + 20 + 60 + 5 + 10
@@ -194,7 +195,7 @@ def test_where_the_time_went_adds_up(tmp_path: Path) -> None:
         {"event": "started", "step": 0, "time": iso(BEGIN)},
         {"event": "snapshot", "step": 50, "stall_s": 0.5, "time": iso(BEGIN + 70)},
         {"event": "restart", "cause": {"step": 60}, "time": iso(BEGIN + 85)},
-        {"event": "started", "step": 50, "time": iso(began)},
+        {"event": start, "step": 50, "pid": 2, "time": iso(began)},
         {"event": "finished", "step": 100, "time": iso(began + 68)},
     )
     found = source_of(tmp_path).goodput()

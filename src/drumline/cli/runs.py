@@ -54,7 +54,8 @@ def runs(
 def watch(where: Path = Path("runs"), /, *, host: str = "127.0.0.1", port: int | None = None) -> int:
     """Serve a page of a run, or of all runs in a folder, and keep it up to date.
 
-    Reads nothing but run folders: also those that are finished, lost or copied from another machine.
+    Reads nothing but run folders: also those that are finished, lost or copied
+    from another machine.
 
     Parameters
     ----------

@@ -57,10 +57,6 @@ class EventLog:
         kept = sorted([*self._rare, *self._frequent], key=lambda event: int(event["number"]))
         return [event for event in kept if not names or event["event"] in names]
 
-    def last(self, name: str) -> dict[str, Any]:
-        """The newest event of a name; {} if there is none."""
-        return next((event for event in reversed(self.events(name))), {})
-
 
 def seconds_of(time: Any) -> float | None:
     """An ISO time, with or without milliseconds, or a number, as seconds since 1970."""

@@ -30,6 +30,7 @@ class Attempt:
     """The last sign of life, or the moment when it was known to have failed."""
     failed_at: int | None = None
     is_over: bool = False
+    pid: Any = None
 
 
 def time_spent(
@@ -65,15 +66,15 @@ def time_spent(
 
 
 def _attempts(events: list[dict[str, Any]], steps: Floats, times: Floats) -> list[Attempt]:
-    """From `started`, and in runs without that, from `resumed`, or the first record."""
-    starts = {"started"} if any(event["event"] == "started" for event in events) else {"resumed"}
+    """From `started`, or a `resumed` of another process; in runs of earlier versions also from the first record."""
+    has_started = any(event["event"] == "started" for event in events)
     attempts: list[Attempt] = []
     for event in events:
         at, name = float(event["at"]), event["event"]
-        if name in starts:
-            attempts.append(Attempt(at, int(number_of(event.get("step"))), end=at))
-        elif attempts and name == "resumed" and not attempts[-1].is_over:
-            attempts[-1].step = int(number_of(event.get("step")))
+        if name == "resumed" and attempts and not attempts[-1].is_over and event.get("pid") == attempts[-1].pid:
+            attempts[-1].step = int(number_of(event.get("step")))  # what has just started
+        elif name in ("started", "resumed"):
+            attempts.append(Attempt(at, int(number_of(event.get("step"))), end=at, pid=event.get("pid")))
         elif attempts and name == "restart":
             cause = event.get("cause")
             step = cause.get("step") if isinstance(cause, dict) else None
@@ -83,7 +84,7 @@ def _attempts(events: list[dict[str, Any]], steps: Floats, times: Floats) -> lis
             attempts[-1].end = max(attempts[-1].end, at)
             attempts[-1].is_over = name in ENDS
     firsts = [*times[:1].tolist(), *(float(event["at"]) for event in events[:1])]
-    if "started" not in starts and firsts and (not attempts or min(firsts) < attempts[0].start):
+    if not has_started and firsts and (not attempts or min(firsts) < attempts[0].start):
         first = Attempt(min(firsts), 0)
         before = [float(event["at"]) for event in events if not attempts or event["at"] < attempts[0].start]
         first.end = max([*before, *times[-1:].tolist()]) if not attempts else max([min(firsts), *before])

@@ -255,8 +255,7 @@ def _event(name: str, data: bytes, run: str) -> bytes:
 def ranks_of(source: RunSource) -> dict[str, Any]:
     """What the page draws of the ranks of a run."""
     with source.lock:
-        started = source.events.last("started")
-        hosts = started.get("hosts")
+        hosts = source.started().get("hosts")
         return {**source.ranks.as_json(), "run": source.name, "hosts": hosts if isinstance(hosts, list) else []}
 
 

@@ -208,6 +208,11 @@ class RunSource:
             now=time.time() if state in ("running", "restarting") else None,
         )
 
+    def started(self) -> dict[str, Any]:
+        """The event of the newest start, which says where the run runs."""
+        starts = self.events.events("started", "resumed")
+        return next((event for event in reversed(starts) if event.get("hosts")), starts[-1] if starts else {})
+
     def cards(self) -> dict[str, Any]:
         """Config, data and model; read again when a file has changed."""
         newest = cards.checkpoints(self.folder)[-1:]
@@ -248,7 +253,7 @@ class RunSource:
                 "events": _with_world_sizes(self.events.events()),
                 "evaluations": self._evaluations(),
                 "event_totals": totals,
-                "started": self.events.last("started"),
+                "started": self.started(),
                 "goodput": self.goodput(),
                 "samples": self.samples,
                 "stragglers": _stragglers(self.events),
@@ -276,7 +281,7 @@ def _changed(path: Path) -> int:
 def _stragglers(events: EventLog) -> list[dict[str, Any]]:
     """Ranks that are slow now, by the events of the run."""
     slow: dict[Any, dict[str, Any]] = {}
-    for event in events.events("straggler", "straggler over", "started", "restart"):
+    for event in events.events("straggler", "straggler over", "started", "resumed", "restart"):
         if event["event"] == "straggler":
             slow[str(event.get("rank"))] = event
         elif event["event"] == "straggler over":

@@ -31,10 +31,10 @@ function drawLine(canvas, run, events) {
   g.font = `11px ${css("--font")}`; g.textBaseline = "middle"; g.fillStyle = css("--muted");
   lanes.forEach((name, row) => { g.textAlign = "left"; g.fillText(t(name), 0, row * rowHeight + rowHeight / 2); g.fillStyle = css("--grid"); g.fillRect(labels, row * rowHeight + rowHeight / 2, width - labels, 1); g.fillStyle = css("--muted"); });
   let open = null; const bar = (from, to, bad) => { g.fillStyle = css(bad ? "--bad" : "--accent"); g.globalAlpha = 0.75; g.fillRect(x(from), 6, Math.max(2, x(to) - x(from) - 1), rowHeight - 12); g.globalAlpha = 1; };
-  const starts = timed.some((event) => event.event === "started") ? ["started"] : STARTS;
   let sign = start; if (!timed.some((event) => event.event === "started")) open = start;
   for (const event of timed) {
-    if (starts.includes(event.event)) { if (open !== null && event.at > open) bar(open, sign); open = event.at; }
+    if (event.event === "started" && open !== null) { bar(open, sign); open = null; }
+    if (STARTS.includes(event.event) && open === null) open = event.at;
     if (["restart", "finished", "stopped", "failed"].includes(event.event) && open !== null) { bar(open, event.at, false); open = null; }
     sign = event.at;
   }
@@ -49,13 +49,13 @@ const laneOf = (name) => (STARTS.includes(name) || name === "finished" ? 0 : nam
 // The facts of an event in one line.
 function aboutEvent(event) {
   const facts = [], take = (name, write) => { if (event[name] != null) facts.push(write(event[name])); };
-  if (event.event === "restart") { const cause = event.cause || {}; if (cause.what) facts.push(`${t("rank")} ${cause.rank} · ${cause.host}: ${cause.kind ?? ""} ${cause.what}`); }
+  if (event.event === "restart") { const cause = event.cause || {}; if (event.what) facts.push(String(event.what)); else if (cause.what) facts.push(`${t("rank")} ${cause.rank} · ${cause.host}: ${cause.kind ?? ""} ${cause.what}`); }
   if (event.old_world_size && event.world_size && event.old_world_size !== event.world_size) facts.push(`${event.old_world_size} → ${event.world_size} ${t("world")}`); else take("world_size", (v) => `${v} ${t("world")}`);
   take("from", (v) => String(v)); take("bytes", bytes); take("stall_s", (v) => `${t("stall")} ${duration(v)}`);
   if (event.event === "rollback") facts.push(`→ ${t("step")} ${event.to}`);
   if (event.event === "straggler") facts.push(`${t("rank")} ${event.rank} · ${event.host ?? ""}${isNumber(event.times_median) ? ` · ${event.times_median.toFixed(2)} ${t("median")}` : ""}`);
   if (event.event === "evaluation") take("valid_loss", (v) => `${t("held_out")} ${precise(v)}`);
-  const told = new Set(["event", "time", "at", "number", "step", "cause", "stacks", "world_size", "old_world_size", "from", "bytes", "stall_s", "hosts", "versions", "valid_loss", ...(event.event === "rollback" ? ["to"] : []), ...(event.event === "straggler" ? ["rank", "host", "times_median"] : [])]);
+  const told = new Set(["event", "time", "at", "number", "step", "cause", "stacks", "world_size", "old_world_size", "from", "bytes", "stall_s", "hosts", "versions", "valid_loss", "pid", ...(event.event === "restart" ? ["what"] : []), ...(event.event === "rollback" ? ["to"] : []), ...(event.event === "straggler" ? ["rank", "host", "times_median"] : [])]);
   for (const [name, value] of Object.entries(event)) if (!told.has(name) && value != null && value !== "") facts.push(`${name} ${typeof value === "object" ? JSON.stringify(value).slice(0, 200) : isNumber(value) ? +value.toPrecision(6) : String(value).slice(0, 300)}`);
   if (event.event !== "restart" && event.cause) facts.push(typeof event.cause === "string" ? event.cause : event.cause.what || JSON.stringify(event.cause).slice(0, 200));
   return facts.join(" · ");
