@@ -114,7 +114,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_assistant_tokens(tokens: ChatTo
 def test_a_step_without_a_token_of_the_assistant_has_a_loss_of_0_and_no_nan(tokens: ChatTokens) -> None:
     batches = ChatBatches(tokens, BatchPlan(2, 1), context=64, seed=0)
     targets = np.array(tokens.targets)
-    for window in batches.windows_of(0):
+    for window in batches.windows(0):
         for part in tokens.packed(64)[window]:
             targets[part.start : part.stop] = 0
     emptied = ChatBatches(replace(tokens, targets=targets, target_parts=None), BatchPlan(2, 1), context=64, seed=0)
