@@ -36,7 +36,7 @@ class Attempt:
 
     def is_started_by(self, resumed: dict[str, Any]) -> bool:
         """Whether `resumed` is of the process that has just started: by its pid, if the event has one."""
-        return self.has_started and not self.is_over and resumed.get("pid", self.pid) == self.pid
+        return self.has_started and not self.is_over and bool(resumed.get("pid", self.pid) == self.pid)
 
 
 def time_spent(
