@@ -262,3 +262,14 @@ def test_the_data_card_opens_only_what_has_the_hash_of_the_run(tmp_path: Path) -
         (run / "data.json").write_text(json.dumps({"train": str(prepared / "train.bin"), "sha256": sha256}))
         card = source_of(run).as_json()["data"]
         assert [each["text"] for each in card.get("excerpts", [])] == texts and card["sha256"] == sha256
+
+
+def test_a_start_that_resumes_is_one_start(tmp_path: Path) -> None:
+    """`started` and then `resumed`, with its pid or without; a `resumed` of another process is another start."""
+    for number, (of_resumed, starts) in enumerate((({}, 1), ({"pid": 7}, 1), ({"pid": 8}, 2))):
+        run = tmp_path / str(number)
+        run.mkdir()
+        started = {"event": "started", "step": 5, "pid": 7, "time": iso(BEGIN)}
+        append(run / "events.jsonl", started, {"event": "resumed", "step": 5, "time": iso(BEGIN + 1), **of_resumed})
+        found = source_of(run).goodput()
+        assert found is not None and found["attempts"] == starts

@@ -31,6 +31,12 @@ class Attempt:
     failed_at: int | None = None
     is_over: bool = False
     pid: Any = None
+    has_started: bool = False
+    """Whether it began with `started`, and not with `resumed`."""
+
+    def is_started_by(self, resumed: dict[str, Any]) -> bool:
+        """Whether `resumed` is of the process that has just started: by its pid, if the event has one."""
+        return self.has_started and not self.is_over and resumed.get("pid", self.pid) == self.pid
 
 
 def time_spent(
@@ -71,10 +77,11 @@ def _attempts(events: list[dict[str, Any]], steps: Floats, times: Floats) -> lis
     attempts: list[Attempt] = []
     for event in events:
         at, name = float(event["at"]), event["event"]
-        if name == "resumed" and attempts and not attempts[-1].is_over and event.get("pid") == attempts[-1].pid:
-            attempts[-1].step = int(number_of(event.get("step")))  # what has just started
+        if name == "resumed" and attempts and attempts[-1].is_started_by(event):
+            attempts[-1].step = int(number_of(event.get("step")))
         elif name in ("started", "resumed"):
-            attempts.append(Attempt(at, int(number_of(event.get("step"))), end=at, pid=event.get("pid")))
+            first = int(number_of(event.get("step")))
+            attempts.append(Attempt(at, first, end=at, pid=event.get("pid"), has_started=name == "started"))
         elif attempts and name == "restart":
             cause = event.get("cause")
             step = cause.get("step") if isinstance(cause, dict) else None
@@ -85,10 +92,10 @@ def _attempts(events: list[dict[str, Any]], steps: Floats, times: Floats) -> lis
             attempts[-1].is_over = name in ENDS
     firsts = [*times[:1].tolist(), *(float(event["at"]) for event in events[:1])]
     if not has_started and firsts and (not attempts or min(firsts) < attempts[0].start):
-        first = Attempt(min(firsts), 0)
+        earliest = Attempt(min(firsts), 0)
         before = [float(event["at"]) for event in events if not attempts or event["at"] < attempts[0].start]
-        first.end = max([*before, *times[-1:].tolist()]) if not attempts else max([min(firsts), *before])
-        attempts.insert(0, first)
+        earliest.end = max([*before, *times[-1:].tolist()]) if not attempts else max([min(firsts), *before])
+        attempts.insert(0, earliest)
     return attempts
 
 

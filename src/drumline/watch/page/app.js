@@ -138,7 +138,7 @@ function drawRun(run) {
 }
 function aboutLine(run) {
   const model = run.config?.model || {}, parameters = run.model?.parts?.reduce((sum, row) => sum + row.parameters, 0), ranks = run.started?.world_size;
-  return [model.preset, parameters && `${short(parameters)} ${t("parameters")}`, run.data?.source, ranks && `${ranks} ${t("ranks_n")}`, run.started?.gpu || run.started?.device].filter(Boolean).join(" · ") || run.path;
+  return [model.preset, parameters && `${short(parameters)} ${t("parameters")}`, run.data?.source, isNumber(ranks) && countRanks(ranks), run.started?.gpu || run.started?.device].filter(Boolean).join(" · ") || run.path;
 }
 function drawNothing() {
   for (const id of ["tiles", "timeline-body", "samples-body", "about-body", "loss", "charts", "ranks-body"]) fill($(id));

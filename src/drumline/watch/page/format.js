@@ -40,6 +40,7 @@ function duration(seconds) {
   if (s < 172800) return `${Math.floor(s / 3600)}h ${String(Math.floor((s % 3600) / 60)).padStart(2, "0")}m`;
   return `${Math.floor(s / 86400)}d ${Math.floor((s % 86400) / 3600)}h`;
 }
+const countRanks = (n) => (language === "en" && n === 1 ? "1 rank" : `${whole(n)} ${t("ranks_n")}`);
 const percent = (share) => (isNumber(share) ? `${(share * 100).toFixed(1)}%` : "–");
 function clock(seconds) {
   if (!isNumber(seconds)) return "";

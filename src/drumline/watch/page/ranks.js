@@ -39,7 +39,7 @@ function drawRanks() {
   const all = ranksView.data, body = $("ranks-body"), hint = $("ranks-hint");
   if (!all || !all.count) { hint.textContent = ""; fill(body, h("div", { class: "panel empty" }, t("no_ranks"))); return; }
   const now = all.seconds[0].length, hosts = all.hosts.map(String), hostCount = new Set(hosts).size;
-  hint.textContent = `${whole(now)} ${t("ranks_n")}${hostCount > 1 ? ` · ${whole(hostCount)} ${t("hosts_n")}` : ""} · ${t("step")} ${whole(all.step)}`;
+  hint.textContent = `${countRanks(now)}${hostCount > 1 ? ` · ${whole(hostCount)} ${t("hosts_n")}` : ""} · ${t("step")} ${whole(all.step)}`;
   const slow = new Map(all.slow.map((each) => [each.rank, each.times]));
   for (const each of ranksView.stragglers) if (isNumber(each.rank)) slow.set(each.rank, each.times_median ?? slow.get(each.rank));
   const layout = rowsOf(all.ranks, hosts), heat = h("canvas", { id: "rank-heat", role: "img" }), lanes = h("canvas", { id: "rank-lanes", role: "img" });

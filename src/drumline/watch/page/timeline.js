@@ -50,7 +50,7 @@ const laneOf = (name) => (STARTS.includes(name) || name === "finished" ? 0 : nam
 function aboutEvent(event) {
   const facts = [], take = (name, write) => { if (event[name] != null) facts.push(write(event[name])); };
   if (event.event === "restart") { const cause = event.cause || {}; if (event.what) facts.push(String(event.what)); else if (cause.what) facts.push(`${t("rank")} ${cause.rank} · ${cause.host}: ${cause.kind ?? ""} ${cause.what}`); }
-  if (event.old_world_size && event.world_size && event.old_world_size !== event.world_size) facts.push(`${event.old_world_size} → ${event.world_size} ${t("world")}`); else take("world_size", (v) => `${v} ${t("world")}`);
+  if (event.old_world_size && event.world_size && event.old_world_size !== event.world_size) facts.push(`${event.old_world_size} → ${event.world_size} ${t("world")}`); else take("world_size", (v) => (isNumber(v) ? countRanks(v) : String(v)));
   take("from", (v) => String(v)); take("bytes", bytes); take("stall_s", (v) => `${t("stall")} ${duration(v)}`);
   if (event.event === "rollback") facts.push(`→ ${t("step")} ${event.to}`);
   if (event.event === "straggler") facts.push(`${t("rank")} ${event.rank} · ${event.host ?? ""}${isNumber(event.times_median) ? ` · ${event.times_median.toFixed(2)} ${t("median")}` : ""}`);
