@@ -1,6 +1,7 @@
 """The page in a real browser: what it shows is what the files say, and nothing of it is run."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,16 @@ def test_axes_log_smoothing_and_zoom_change_what_is_drawn(tmp_path: Path, watch:
         page.wait_for(f"{chart('loss', 'x')}[0].length === 300")
         page.evaluate("smoothing.value = 0.9, smoothing.dispatchEvent(new Event('input'))")
         page.wait_for("charts.get('loss')?.lines.length === 3")
+        assert is_clean(page)
+
+
+def test_a_point_of_the_loss_leads_to_the_command_that_explains_it(tmp_path: Path, watch: Start) -> None:
+    run = make_run(tmp_path / "a run", steps=300)
+    with opened(watch(run).url) as page:
+        page.wait_for(f"{READY} && charts.get('loss')?.plot")
+        page.click("#loss .u-over")  # in its middle
+        page.wait_for("document.querySelector('#loss .why').textContent")
+        assert re.search(rf"drumline blame '{run}' --step 1[56]0 --losses", page.text("#loss .why"))
         assert is_clean(page)
 
 

@@ -37,7 +37,6 @@ function tasksCard(tasks) {
 }
 function againCard(run) {
   if (!run.config || !run.config.model) return null;
-  const quoted = (text) => (/^[\w./~+-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
   const versions = run.started?.versions || run.versions || {}, command = `drumline train --config ${quoted(run.path + "/config.toml")} --run_dir ${quoted("runs/" + run.run + "-again")}`;
   return card(t("make_again"), h("pre", { class: "code", id: "command" }, command), h("div", { class: "more" }, pairs([["drumline", versions.drumline && String(versions.drumline)], ["torch", versions.torch && String(versions.torch)], [`${t("data")} sha256`, run.data.sha256 && h("span", { class: "mono" }, String(run.data.sha256))]])));
 }

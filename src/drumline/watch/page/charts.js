@@ -37,7 +37,8 @@ class Chart {
     Object.assign(this, { place, names, height, title, marks, canLog: log });
     this.readout = h("div", { class: "readout" });
     this.plotPlace = h("div", { class: "plot" });
-    fill(place, h("div", { class: "chart-head" }, h("h3", {}, title), this.readout), this.plotPlace);
+    this.why = h("div", { class: "why" });
+    fill(place, h("div", { class: "chart-head" }, h("h3", {}, title), this.readout), this.plotPlace, this.why);
   }
   get shape() { return JSON.stringify([this.lines.map((line) => [line.run, line.name, line.stroke, line.faint, line.points]), view.axis, view.log, language, isDark(), this.plotPlace.clientWidth]); }
   draw(shown, curves) {
@@ -56,8 +57,15 @@ class Chart {
       scales: { x: { time: false, range: (u, low, high) => view.range || (low === high ? [low - 1, high + 1] : [low, high]) }, y: view.log && this.canLog ? { distr: 3 } : {} },
       axes: [{ ...look, size: 30, space: 64, values: (u, values) => values.map((value) => axis.axis(value)) }, { ...look, size: 58, space: 34, ...(this.names[0] === "peak_memory_bytes" ? { incrs: POWERS } : {}), values: (u, values) => values.map((value) => (value == null ? "" : style.axis(value))) }],
       series: [{}, ...this.lines.map((line) => ({ stroke: line.faint ? line.stroke + "55" : line.stroke, width: line.strong ? 1.8 : line.faint ? 1 : 1.4, dash: line.dash, spanGaps: true, points: { show: line.points, size: 5, fill: line.stroke, stroke: line.stroke } }))],
-      hooks: { setCursor: [(u) => this.tell(u.cursor.idx)], setSelect: [(u) => { const { left, width } = u.select; if (width > 4) app.zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]); u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false); }], drawClear: this.marks ? [(u) => this.drawMarks(u)] : [] },
+      hooks: { ready: [(u) => u.over.addEventListener("click", (event) => this.ask(u.posToVal(event.offsetX, "x")))], setCursor: [(u) => this.tell(u.cursor.idx)], setSelect: [(u) => { const { left, width } = u.select; if (width > 4) app.zoom([u.posToVal(left, "x"), u.posToVal(left + width, "x")]); u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false); }], drawClear: this.marks ? [(u) => this.drawMarks(u)] : [] },
     };
+  }
+  // Which documents made this step what it was: the command that says so.
+  ask(x) {
+    const line = this.lines.find((each) => each.name === "loss" && !each.strong), path = line && app.details[line.run]?.path;
+    if (view.axis !== "step" || !path) return;
+    const step = line.x[nearest(line.x, x)];
+    fill(this.why, `${t("why_step")} ${step}? `, h("code", {}, `drumline blame ${quoted(path)} --step ${step} --losses`));
   }
   // Restarts, rollbacks and the like, as thin lines behind the curves.
   drawMarks(u) {

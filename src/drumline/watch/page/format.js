@@ -83,3 +83,5 @@ function canvasOf(canvas, height) {
   const g = canvas.getContext("2d"); g.setTransform(ratio, 0, 0, ratio, 0, 0); g.clearRect(0, 0, width, height);
   return [g, width];
 }
+// A word of a command line.
+const quoted = (text) => (/^[\w./~+-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);

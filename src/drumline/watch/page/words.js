@@ -14,7 +14,7 @@ const WORDS = {
   no_runs: ["No runs here yet. Start one with: drumline train", "这里还没有训练。用 drumline train 开始一次"], no_records: ["No records yet.", "还没有记录。"], no_evaluation: ["no evaluation yet", "还没有评估"],
   no_ranks: ["This run has no records of its ranks (ranks.jsonl).", "这次训练没有各 rank 的记录（ranks.jsonl）。"], no_events: ["No events yet.", "还没有事件。"], no_samples: ["No samples yet: the model writes one at each evaluation.", "还没有文本样例：每次评估时模型会写一段。"],
   no_times: ["The records of this run have no times, so it is not known where its time went.", "这次训练的记录没有时间，因此不知道时间花在了哪里。"], no_data: ["The run does not say which data it has.", "这次训练没有说明所用的数据。"], no_checkpoint: ["No checkpoint yet.", "还没有检查点。"],
-  differences: ["Differing settings", "不同的设置"], no_differences: ["The settings of these runs are the same.", "这些训练的设置相同。"],
+  why_step: ["Why step", "为什么是这样：第"], differences: ["Differing settings", "不同的设置"], no_differences: ["The settings of these runs are the same.", "这些训练的设置相同。"],
   busy_over_time: ["Busy time of a step, without waiting, over the run", "每步的忙碌时间（不含等待），随训练进行"], last_step: ["A step now, in phases", "最近一步的各阶段"], rank: ["rank", "rank"], host: ["host", "主机"], ranks_n: ["ranks", "个 rank"], hosts_n: ["hosts", "台主机"], per_row: ["ranks per row, the slowest shown", "个 rank 一行，显示最慢的"],
   median: ["× median", "× 中位数"], slow_ranks: ["Slower than the others", "比其他慢"], busy: ["busy", "忙碌"], faster: ["faster", "较快"], slower: ["slower", "较慢"], typical: ["typical", "典型"], and_more: ["more", "更多"],
   data: ["data", "数据"], forward: ["forward", "前向"], backward: ["backward", "反向"], wait: ["wait", "等待"], optimizer: ["optimizer", "优化器"], save: ["save", "保存"], other: ["other", "其他"], compute: ["compute", "计算"],
