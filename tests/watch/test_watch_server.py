@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from helpers.watched import Watch, append, make_run, step_record
 
+from drumline.cli.app import run_command
+
 Start = Callable[..., Watch]
 
 
@@ -195,3 +197,11 @@ def test_only_one_rank_starts_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patched:
             patched.setenv(name, rank)
             assert start_page("run") is None
+
+
+def test_the_curves_of_a_run_are_a_picture_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", steps=50)
+    assert run_command(["report", str(run), "--format", "png"]) == 0
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG") and "report.png" in capsys.readouterr().out
+    assert run_command(["report", str(run), "--format", "png", "-o", str(run)]) == 1
+    assert "is a folder" in capsys.readouterr().err
