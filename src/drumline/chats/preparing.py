@@ -20,7 +20,7 @@ def chat_recipe(recipe: Recipe, tokenizer: str | Path | None) -> Recipe:
     form = ChatTemplate(recipe.tokenizer, style=style).format if recipe.tokenizer else None
     more: dict[str, Any] = {} if form is None else {"format": form}
     corpus = ChatCorpus(**{each.name: getattr(recipe.corpus, each.name) for each in fields(Corpus)}, **more)
-    return ChatRecipe(corpus, recipe.tokenizer, recipe.vocab_size, style)
+    return ChatRecipe(corpus, recipe.tokenizer, recipe.vocab_size, style=style)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,7 +30,7 @@ from drumline.config import DataConfig, TrainConfig
 from drumline.data.corpus import Corpus, Labelled, utf8_bytes
 from drumline.data.sources import source_key
 from drumline.data.text_files import Skipped
-from drumline.data.tokenizer import Tokenizer
+from drumline.data.tokenizer import EncoderError, Tokenizer
 from drumline.data.tokens import FORMAT_VERSION, TOKENIZER, Manifest, TokenWriter, flushed, is_tokens, map_split
 from drumline.errors import ConfigError, DataError
 from drumline.files import RunFolder, flush
@@ -47,6 +47,8 @@ ENCODING_BYTES = 4 << 20
 """Limit of text being encoded: each byte takes 30 to 120 bytes of memory, more for longer documents."""
 ENCODERS = 4
 """Threads that pass batches to the library, which itself uses all cores; several, so that no core idles."""
+FAST_BYTES = 2 << 20
+"""From this size on disk on, text is encoded by `drumline.encoding`, which takes a moment to load."""
 REPORT_BYTES = 1 << 20
 """Text between two progress reports."""
 
@@ -80,6 +82,8 @@ class Recipe:
     """Default: train a tokenizer on the beginning of the training text."""
     vocab_size: int = 32768
     """Vocabulary size of a newly trained tokenizer."""
+    fast: bool = True
+    """Whether much text may be encoded by a faster encoder; the tokens are the same."""
 
     @cached_property
     def key(self) -> str:
@@ -93,7 +97,11 @@ class Recipe:
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Sequence[str]], Sequence[Any]]:
         """Texts -> what a writer adds of each; threads may call it at the same time."""
-        return tokenizer.encode_batch
+        size_bytes = self.corpus.size_bytes()
+        if not self.fast or (size_bytes is not None and size_bytes < FAST_BYTES):
+            return tokenizer.encode_batch
+        encode: Callable[[Sequence[str]], Sequence[Any]] = room("encoding").fast_encoder(tokenizer)
+        return encode
 
     @property
     def folder_name(self) -> str:
@@ -148,7 +156,8 @@ def open_data(config: TrainConfig, *, run: RunFolder | None = None, progress: Pr
     # Written and hashed by this process: there is nothing to check.
     splits = {name: map_split(prepared.path, prepared.manifest, name) for name in prepared.manifest.splits}
     tokenizer = Tokenizer.load(prepared.path / TOKENIZER)
-    return Data(splits["train"], splits.get("valid"), tokenizer, tokenizer.vocab_size, prepared.skipped)
+    facts = tokenizer, tokenizer.vocab_size, prepared.skipped, prepared.skipped.note
+    return Data(splits["train"], splits.get("valid"), *facts)
 
 
 def _prepared(data: DataConfig, progress: ProgressCallback | None) -> Prepared:
@@ -205,7 +214,11 @@ def _make(recipe: Recipe, out: Path, progress: ProgressCallback, skipped: Skippe
     made = [path for path in out.parents if not path.exists()]
     partial.mkdir(parents=True)
     try:
-        manifest = _fill(partial, recipe, progress, skipped)
+        try:
+            manifest = _fill(partial, recipe, progress, skipped)
+        except EncoderError as error:
+            skipped.count, skipped.first, skipped.note = 0, [], f"; encoded slowly, by tokenizers: {error}"
+            manifest = _fill(partial, replace(recipe, fast=False), progress, skipped)
         flush(partial)
         try:
             partial.rename(out)

@@ -41,6 +41,8 @@ class Skipped:
     count: int = 0
     first: list[str] = dataclasses.field(default_factory=list)
     """The first few reasons, each with file and position."""
+    note: str = ""
+    """What else users should know; begins with a semicolon."""
 
     def add(self, reason: str) -> None:
         self.count += 1

@@ -33,6 +33,10 @@ _BETWEEN_WORDS = re.compile(r"[^\W_](?=[ \n][^\W_])")
 """A letter or digit, then a space or newline, then a letter or digit. No token spans it: see `_may_cut`."""
 
 
+class EncoderError(Exception):
+    """A faster encoder cannot be used, or gives other ids than `Tokenizer`; says why."""
+
+
 class Tokenizer:
     """A tokenizer.json in use. Immutable, so threads may share it."""
 
@@ -101,9 +105,20 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, as from `encode`, on all cores and with the GIL released."""
-        pieces = [_pieces(text) if self._cuts else [text] for text in texts]
+        pieces = [self.pieces(text) for text in texts]
         encodings = iter(self._inner.encode_batch_fast(list(chain.from_iterable(pieces)), add_special_tokens=False))
         return [list(chain.from_iterable(next(encodings).ids for _ in its_pieces)) for its_pieces in pieces]
+
+    def pieces(self, text: str) -> list[str]:
+        """A text in pieces of about PIECE_CHARS whose ids, one after the other, are its ids."""
+        pieces, start = [], 0
+        while self._cuts and len(text) - start > PIECE_CHARS:
+            word_end = _BETWEEN_WORDS.search(text, start + PIECE_CHARS)
+            if word_end is None:
+                break
+            pieces.append(text[start : word_end.end()])
+            start = word_end.end()
+        return [*pieces, text[start:]]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, including special tokens. Invalid UTF-8 becomes U+FFFD."""
@@ -145,11 +160,3 @@ def _may_cut(serialized: bytes) -> bool:
         and splitter.get("use_regex", True) is True
         and all(token["special"] for token in content.get("added_tokens", []))
     )
-
-
-def _pieces(text: str) -> list[str]:
-    pieces, start = [], 0
-    while len(text) - start > PIECE_CHARS and (word_end := _BETWEEN_WORDS.search(text, start + PIECE_CHARS)):
-        pieces.append(text[start : word_end.end()])
-        start = word_end.end()
-    return [*pieces, text[start:]]
