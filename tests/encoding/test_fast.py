@@ -16,11 +16,11 @@ from drumline.cli.app import run_command
 from drumline.data import Corpus, EncoderError, Prepared, Recipe, Skipped, Tokenizer, preparing
 from drumline.data.tokenizer import END_OF_TEXT
 from drumline.encoding import fast
-from drumline.encoding.fast import HARD_TEXT, fast_encoder
+from drumline.encoding.fast import HARD_TEXT, FastTokenizer
 
 TEXTS = ["The drummer's beat, 1,000 times. ", "Trommeln, tambours, барабаны, 太鼓! 🥁\r\n", HARD_TEXT] * 10
 TOKENIZER = Tokenizer.train(TEXTS, vocab_size=600)
-FAST = fast_encoder(TOKENIZER)
+FAST = FastTokenizer(TOKENIZER).encode_batch
 
 LLAMA = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -58,7 +58,7 @@ def test_nasty_text_has_the_ids_that_tokenizers_gives(texts: list[str]) -> None:
 
 def test_a_pattern_of_llama_3_has_the_ids_that_tokenizers_gives() -> None:
     other = changed(pre_tokenizer=split(LLAMA))
-    encode = fast_encoder(other)
+    encode = FastTokenizer(other).encode_batch
 
     @settings(max_examples=100, deadline=None)
     @given(nasty_texts)
@@ -88,7 +88,7 @@ def test_a_special_token_that_is_a_common_word_is_plain_text() -> None:
         {"id": 600, "content": "beat", "special": True, **flags},
     ]
     other = changed(added_tokens=added)
-    assert same(["the beat beat", "beat"], other, fast_encoder(other))
+    assert same(["the beat beat", "beat"], other, FastTokenizer(other).encode_batch)
 
 
 def model(**changes: object) -> dict[str, Any]:
@@ -107,13 +107,13 @@ def model(**changes: object) -> dict[str, Any]:
 )
 def test_a_tokenizer_that_does_not_suit_is_refused_with_the_reason(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(EncoderError, match=reason):
-        fast_encoder(changed(**changes))
+        FastTokenizer(changed(**changes))
 
 
 def test_added_tokens_that_are_looked_for_in_text_are_refused() -> None:
     added = json.loads(TOKENIZER.serialized)["added_tokens"]
     with pytest.raises(EncoderError, match="added tokens that are not special"):
-        fast_encoder(changed(added_tokens=[*added, added[0] | {"id": 600, "content": "beat", "special": False}]))
+        FastTokenizer(changed(added_tokens=[*added, added[0] | {"id": 600, "content": "beat", "special": False}]))
 
 
 @pytest.fixture
@@ -144,14 +144,14 @@ def test_what_is_prepared_fast_is_the_same_byte_for_byte(source: str, tmp_path: 
 def test_other_ids_are_noticed_and_all_is_encoded_anew_and_said(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong_after: int
 ) -> None:
-    encode, calls = fast._Checked._encode, 0
+    encode, calls = FastTokenizer._encode, 0
 
-    def wrong(self: fast._Checked, texts: list[str]) -> list[Any]:
+    def wrong(self: FastTokenizer, texts: list[str]) -> list[Any]:
         nonlocal calls
         calls += 1
         return [ids if calls <= wrong_after else ids[::-1] for ids in encode(self, texts)]
 
-    monkeypatch.setattr(fast._Checked, "_encode", wrong)
+    monkeypatch.setattr(FastTokenizer, "_encode", wrong)
     made, again = prepared(source, tmp_path / "again")
     assert "; encoded slowly, by tokenizers: gigatoken gives other ids than tokenizers for" in made.skipped.note
     assert (calls > wrong_after, made.skipped.count) == (True, 1)
@@ -186,7 +186,7 @@ def test_little_text_does_not_load_it(tmp_path: Path) -> None:
 
 
 def test_it_is_loaded_anew_when_memory_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoder = fast._Checked(TOKENIZER)
+    encoder = FastTokenizer(TOKENIZER)
     first = encoder._inner
     encoder.encode_batch(TEXTS)
     assert encoder._inner is first

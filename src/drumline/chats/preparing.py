@@ -47,7 +47,7 @@ class _ChatWriter(TokenWriter):
             self._files.append(open(folder / name, "wb", buffering=1 << 20))  # noqa: SIM115
         self._files[-1].write(style.text().encode())
 
-    def add(self, name: str, ids: Any, *, text_bytes: int) -> None:
+    def add(self, name: str, ids: Any, *, text_bytes: int, more: bool = False) -> None:
         """ids: list of Encoded, each a conversation of its own"""
         conversations: list[Encoded] = ids
         for each in conversations:

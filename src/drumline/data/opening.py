@@ -20,6 +20,7 @@ import numpy.typing as npt
 import psutil
 
 from drumline.config import DataConfig, DataDtype
+from drumline.data.cutting import check_whole
 from drumline.data.preparing import Data, Prepared
 from drumline.data.text_files import Skipped
 from drumline.data.tokenizer import Tokenizer
@@ -205,6 +206,7 @@ def manifest_of_key(folder: Path, key: str, *, source: str) -> Manifest:
         )
     for name, record in manifest.files.items():
         _size_checked(folder / name, record)
+    check_whole(folder, manifest)
     return manifest
 
 

@@ -97,11 +97,9 @@ class Recipe:
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Sequence[str]], Sequence[Any]]:
         """Texts -> what a writer adds of each; threads may call it at the same time."""
-        size_bytes = self.corpus.size_bytes()
-        if not self.fast or (size_bytes is not None and size_bytes < FAST_BYTES):
-            return tokenizer.encode_batch
-        encode: Callable[[Sequence[str]], Sequence[Any]] = room("encoding").fast_encoder(tokenizer)
-        return encode
+        if self.fast and (self.corpus.size_bytes() or FAST_BYTES) >= FAST_BYTES:
+            tokenizer = room("encoding").FastTokenizer(tokenizer)
+        return tokenizer.encode_batch
 
     @property
     def folder_name(self) -> str:
@@ -148,16 +146,15 @@ def open_data(config: TrainConfig, *, run: RunFolder | None = None, progress: Pr
         from drumline.data.of_run import reopened
 
         return reopened(config, run, progress=progress)
-    prepared = None if is_tokens(config.data.train_data_path) else _prepared(config.data, progress)
-    if prepared is None or prepared.reused or config.data.format == "chat":
+    made = None if is_tokens(config.data.train_data_path) else _prepared(config.data, progress)
+    if made is None or made.reused or config.data.format == "chat":
         from drumline.data.opening import open_token_data
 
-        return open_token_data(config.data, prepared)
+        return open_token_data(config.data, made)
     # Written and hashed by this process: there is nothing to check.
-    splits = {name: map_split(prepared.path, prepared.manifest, name) for name in prepared.manifest.splits}
-    tokenizer = Tokenizer.load(prepared.path / TOKENIZER)
-    facts = tokenizer, tokenizer.vocab_size, prepared.skipped, prepared.skipped.note
-    return Data(splits["train"], splits.get("valid"), *facts)
+    splits = {name: map_split(made.path, made.manifest, name) for name in made.manifest.splits}
+    tokenizer = Tokenizer.load(made.path / TOKENIZER)
+    return Data(splits["train"], splits.get("valid"), tokenizer, tokenizer.vocab_size, made.skipped, made.skipped.note)
 
 
 def _prepared(data: DataConfig, progress: ProgressCallback | None) -> Prepared:
@@ -178,10 +175,7 @@ def prepare(recipe: Recipe, out: str | Path, *, progress: ProgressCallback | Non
     started = time.perf_counter()
     out, source, skipped = Path(os.path.abspath(out)), Path(recipe.corpus.source), Skipped()
     if source.is_dir() and out.is_relative_to(os.path.abspath(source)):
-        raise DataError(
-            f"{out} is inside the text folder {source} and would be read as text next time",
-            fix="choose another folder for the tokens",
-        )
+        raise DataError(f"{out} is inside the text folder {source}", fix="choose another folder for the tokens")
     existing = _existing(out, recipe.key, source=recipe.corpus.source)
     try:
         manifest = existing or _make(recipe, out, progress or (lambda _: None), skipped)
@@ -252,7 +246,7 @@ def _fill(folder: Path, recipe: Recipe, progress: ProgressCallback, skipped: Ski
         with closing(_encoded(_batches(text, meter), recipe.encoder(tokenizer))) as encoded:
             for batch, ids_of_documents in encoded:
                 for (label, document), ids in zip(batch.documents, ids_of_documents, strict=True):
-                    writers[label].add(document.name, ids, text_bytes=utf8_bytes(document.text))
+                    writers[label].add(document.name, ids, text_bytes=utf8_bytes(document.text), more=document.more)
                 meter.on_text(batch.text_bytes, read_bytes=batch.read_bytes)
         meter.report()
         for label, writer in writers.items():

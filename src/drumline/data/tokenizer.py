@@ -29,7 +29,7 @@ SMALLEST_VOCAB = 257
 
 PIECE_CHARS = 1 << 15
 """Piece size for long texts. Pieces use all cores, and need a quarter of the memory."""
-_BETWEEN_WORDS = re.compile(r"[^\W_](?=[ \n][^\W_])")
+_BETWEEN_WORDS = re.compile(r"[^\W_](?=[ \n][^\W_])").search
 """A letter or digit, then a space or newline, then a letter or digit. No token spans it: see `_may_cut`."""
 
 
@@ -66,10 +66,7 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
         """Train a vocabulary of at most `vocab_size` ids; the same texts give the same file."""
         if vocab_size < SMALLEST_VOCAB:
-            raise ConfigError(
-                f"a vocabulary of {vocab_size} is too small for the 256 bytes and {END_OF_TEXT}",
-                fix=f"give --vocab_size a value of {SMALLEST_VOCAB} or more",
-            )
+            raise ConfigError(f"vocab_size {vocab_size} is too small", fix=f"use --vocab_size {SMALLEST_VOCAB} or more")
         inner = tokenizers.Tokenizer(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         inner.decoder = decoders.ByteLevel()
@@ -89,9 +86,7 @@ class Tokenizer:
         try:
             serialized = Path(path).read_bytes()
         except OSError as error:
-            raise DataError(
-                f"the tokenizer {path} cannot be read: {error.strerror}", fix="use the path of a tokenizer.json"
-            ) from error
+            raise DataError(f"{path} cannot be read: {error.strerror}", fix="use a path of a tokenizer.json") from error
         return cls(serialized, origin=str(path))
 
     def save(self, path: str | Path) -> None:
@@ -112,12 +107,9 @@ class Tokenizer:
     def pieces(self, text: str) -> list[str]:
         """A text in pieces of about PIECE_CHARS whose ids, one after the other, are its ids."""
         pieces, start = [], 0
-        while self._cuts and len(text) - start > PIECE_CHARS:
-            word_end = _BETWEEN_WORDS.search(text, start + PIECE_CHARS)
-            if word_end is None:
-                break
-            pieces.append(text[start : word_end.end()])
-            start = word_end.end()
+        while self._cuts and (word := _BETWEEN_WORDS(text, start + PIECE_CHARS)):
+            pieces.append(text[start : word.end()])
+            start = word.end()
         return [*pieces, text[start:]]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -136,9 +128,8 @@ class Tokenizer:
 
     def _find_end_of_text(self, origin: str) -> int:
         for token in ENDS_OF_TEXT:
-            token_id: int | None = self._inner.token_to_id(token)
-            if token_id is not None:
-                return token_id
+            if (token_id := self._inner.token_to_id(token)) is not None:
+                return int(token_id)
         raise DataError(
             f"{origin} has no end-of-text token (looked for {', '.join(ENDS_OF_TEXT)})",
             fix=f"add {END_OF_TEXT} to it as a special token, or drop --tokenizer to train one",

@@ -8,6 +8,6 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.encoding.fast import fast_encoder
+    from drumline.encoding.fast import FastTokenizer
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)
