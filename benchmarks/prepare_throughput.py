@@ -4,8 +4,8 @@
 
 Each measurement has a process of its own, and the kinds take turns. `encode_batch` and `encode_batch_fast` get
 documents in memory, the first `bare_mb` MB, and their result is thrown away; `prepare` reads, unpacks, encodes, checks,
-hashes and writes all of the source. CPU time is that of all threads: on a machine with other work it says more than the clock.
-Peak memory is that of the preparing process.
+hashes and writes all of the source. CPU time is that of all threads: on a machine with other work it says
+more than the clock. Peak memory is that of the preparing process.
 """
 
 from __future__ import annotations

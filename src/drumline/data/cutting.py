@@ -148,13 +148,14 @@ def _string(text: str | bytes) -> str:
     return text if isinstance(text, str) else text.decode(errors="ignore")
 
 
-def check_whole(folder: Path, manifest: Manifest) -> None:
-    """DataError if the folder has parts of documents as documents of their own, NAME#1, NAME#2 and so on."""
+def check_whole(folder: Path, manifest: Manifest) -> Manifest:
+    """The manifest; DataError if the folder has parts of documents as documents of their own: NAME#1, NAME#2, ..."""
     if "documents" in json.loads((folder / MANIFEST).read_bytes()):
-        return
+        return manifest
     names = [folder / split_files(split)[2] for split in manifest.splits]
     if any(line.endswith(b"#2") for path in names for line in path.read_bytes().splitlines()):
         raise DataError(
             f"{folder} was made by an earlier version, which cut documents of more than 1 MiB in parts",
             fix=f"remove it (rm -r {folder}), or train on it as it is: --train_data_path {folder}",
         )
+    return manifest

@@ -200,14 +200,11 @@ def manifest_of_key(folder: Path, key: str, *, source: str) -> Manifest:
         manifest = None
     if manifest is None or manifest.key != key:
         content = "is not a prepared folder" if manifest is None else f"has other tokens (of {manifest.source})"
-        raise DataError(
-            f"{folder} exists and {content}, not those of {source} with these settings",
-            fix=f"choose another --out, or remove it: rm -r {folder}",
-        )
+        problem = f"{folder} exists and {content}, not those of {source} with these settings"
+        raise DataError(problem, fix=f"choose another --out, or remove it: rm -r {folder}")
     for name, record in manifest.files.items():
         _size_checked(folder / name, record)
-    check_whole(folder, manifest)
-    return manifest
+    return check_whole(folder, manifest)
 
 
 def _size_checked(path: Path, record: FileRecord) -> None:
