@@ -17,7 +17,8 @@ SOURCE = Path(drumline.__file__).parent
 ROOMS = """
 lazy errors units plugins signals
 config files data model optim parallel snapshots checkpoint report train
-chats trainer generate huggingface evals kernels network serve watch elastic doctor launch bench reasons drill cli
+encoding chats trainer generate huggingface evals kernels network serve watch elastic doctor launch bench reasons
+drill cli
 """.split()
 CORE = ROOMS[: ROOMS.index("train") + 1]
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py"))

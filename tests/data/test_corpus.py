@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drumline.data import corpus as corpus_module
+from drumline.data import cutting, text_files
 from drumline.data.corpus import Corpus, Label
 from drumline.data.text_files import Document, Reading
 from drumline.errors import ConfigError
@@ -132,13 +133,23 @@ def test_a_fraction_that_is_none_is_refused(fraction: float) -> None:
         Corpus("builtin", valid_fraction=fraction)
 
 
-def test_a_document_that_is_too_long_becomes_several_that_end_with_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_document_comes_in_parts_that_end_between_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corpus_module, "LONGEST_DOCUMENT_BYTES", 50)
-    text = "é line\n" * 20 + "x" * 120
+    text = "é line\n" * 20 + "end.\n" * 20 + "x" * 120
     splits = parts(Corpus(write_rows(tmp_path / "x.jsonl", [text, "short"]), valid_fraction=0.0))["train"]
     assert "".join(part.text for part in splits) == text + "short"
-    assert [part.name.rpartition("#")[2] for part in splits[:3]] == ["1", "2", "3"]
+    assert {part.name for part in splits[:-1]} == {f"{tmp_path / 'x.jsonl'}:1"}
+    assert [part.more for part in splits] == [True] * (len(splits) - 2) + [False] * 2
     assert all(len(part.text.encode()) <= 60 for part in splits)
-    assert splits[0].text.endswith("line\n") and splits[-1].text == "short"
+    assert splits[0].text.endswith("line") and splits[1].text.startswith("\né") and splits[-1].text == "short"
+
+
+def test_all_parts_of_the_first_document_are_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting, "PART_BYTES", 64)
+    monkeypatch.setattr(text_files, "PART_BYTES", 64)
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} line of text\n" * 50)
+    splits = parts(Corpus(str(tmp_path), valid_fraction=0.999999))
+    for label, name in (("train", "a"), ("valid", "b")):
+        assert len(splits[label]) > 5  # type: ignore[index]
+        assert "".join(part.text for part in splits[label]) == f"{name} line of text\n" * 50  # type: ignore[index]

@@ -42,13 +42,14 @@ def test_a_plain_file_is_one_document_with_its_exact_text(tmp_path, packing):
 
 
 @pytest.mark.parametrize("packing", PACK)
-def test_a_long_file_is_cut_at_line_ends_into_parts_of_a_mebibyte(tmp_path, packing):
+def test_a_long_file_is_one_document_read_in_parts_of_a_mebibyte(tmp_path, packing):
     text = "".join(f"line {number} Ω\r\n" for number in range(200_000))
     source = write(tmp_path / f"a.log{packing}", PACK[packing](text.encode()))
     parts = list(documents(source))
     assert "".join(part.text for part in parts) == text
-    assert [part.name for part in parts] == [f"{source}#{number}" for number in range(1, len(parts) + 1)]
-    assert all(part.text.endswith("\n") for part in parts)
+    assert {part.name for part in parts} == {source}
+    assert [part.more for part in parts] == [True] * (len(parts) - 1) + [False]
+    assert all(part.text.startswith(" ") for part in parts[1:]), "between words"
     assert all(0.99 * 2**20 < len(part.text.encode()) <= 2**20 for part in parts[:-1])
 
 

@@ -58,7 +58,7 @@ def test_long_texts_have_the_same_ids_in_a_batch_as_alone(monkeypatch: pytest.Mo
 
 def test_a_long_text_is_encoded_in_pieces_only_where_that_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_module, "PIECE_CHARS", 3)
-    assert tokenizer_module._pieces("the beat\ngoes  on 1 2") == ["the beat", "\ngoes  on", " 1 2"]
+    assert TOKENIZER.pieces("the beat\ngoes  on 1 2") == ["the beat", "\ngoes  on", " 1 2"]
     spaced = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
     for change in ({"pre_tokenizer": spaced}, {"normalizer": {"type": "Prepend", "prepend": "x"}}):
         other = Tokenizer(changed(**change), origin="other")

@@ -20,7 +20,7 @@ def chat_recipe(recipe: Recipe, tokenizer: str | Path | None) -> Recipe:
     form = ChatTemplate(recipe.tokenizer, style=style).format if recipe.tokenizer else None
     more: dict[str, Any] = {} if form is None else {"format": form}
     corpus = ChatCorpus(**{each.name: getattr(recipe.corpus, each.name) for each in fields(Corpus)}, **more)
-    return ChatRecipe(corpus, recipe.tokenizer, recipe.vocab_size, style)
+    return ChatRecipe(corpus, recipe.tokenizer, recipe.vocab_size, style=style)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class _ChatWriter(TokenWriter):
             self._files.append(open(folder / name, "wb", buffering=1 << 20))  # noqa: SIM115
         self._files[-1].write(style.text().encode())
 
-    def add(self, name: str, ids: Any, *, text_bytes: int) -> None:
+    def add(self, name: str, ids: Any, *, text_bytes: int, more: bool = False) -> None:
         """ids: list of Encoded, each a conversation of its own"""
         conversations: list[Encoded] = ids
         for each in conversations:

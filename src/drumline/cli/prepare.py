@@ -87,4 +87,6 @@ def prepared_lines(made: Prepared) -> list[str]:
         lines.append(f"  {name}.bin   {split.tokens:,} tokens in {counted(split.documents, kind)}")
     if made.skipped.count:
         lines.append(f"skipped {made.skipped.count} unreadable; the first: {'; '.join(made.skipped.first)}")
+    if made.skipped.note:
+        lines.append(made.skipped.note.removeprefix("; "))
     return lines

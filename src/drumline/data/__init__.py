@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from drumline.data.preparing import Data, Prepared, Progress, ProgressCallback, Recipe, open_data, prepare
     from drumline.data.sources import documents
     from drumline.data.text_files import Document, Reading, Skipped
-    from drumline.data.tokenizer import Tokenizer
+    from drumline.data.tokenizer import EncoderError, Tokenizer
     from drumline.data.tokens import MANIFEST, TOKENIZER, FileRecord, TokenFile, TokenWriter, is_tokens
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -18,7 +18,7 @@ from drumline.data.text_files import Document, Reading, Skipped
 from drumline.errors import ConfigError
 
 LONGEST_DOCUMENT_BYTES = 1 << 20
-"""Longer documents are split at the end of a line, like plain files."""
+"""Longer documents are encoded in parts, like plain files."""
 
 Label = Literal["train", "valid"]
 Labelled = tuple[Label, Document]
@@ -83,9 +83,9 @@ class Corpus:
         on_text: called with each document's size.
         """
         sample: list[Document] = []
-        sampled_bytes = total_bytes = 0
+        index = sampled_bytes = total_bytes = 0
         needs_cut = self.holds_out_documents
-        for index, document in enumerate(documents(self.source, reading) if sample_bytes or needs_cut else ()):
+        for document in documents(self.source, reading) if sample_bytes or needs_cut else ():
             size_bytes = utf8_bytes(document.text)
             total_bytes += size_bytes
             on_text(size_bytes)
@@ -94,6 +94,7 @@ class Corpus:
             elif sampled_bytes < sample_bytes:
                 sample.append(document)
                 sampled_bytes += size_bytes
+            index += not document.more
             if not needs_cut and sampled_bytes >= sample_bytes:
                 break
         if not needs_cut:
@@ -104,7 +105,7 @@ class Corpus:
         return [part.text for label, part in split_at(sample, cut_bytes) if label == "train"], cut_bytes
 
     def labelled(self, reading: Reading, *, cut_bytes: int | None) -> Iterator[Labelled]:
-        """Every document with its label, none longer than LONGEST_DOCUMENT_BYTES. cut_bytes: from `survey`."""
+        """Every document with its label, in parts of at most LONGEST_DOCUMENT_BYTES. cut_bytes: from `survey`."""
         for label, document in self._whole(reading, cut_bytes=cut_bytes):
             if utf8_bytes(document.text) <= LONGEST_DOCUMENT_BYTES:
                 yield label, document
@@ -118,10 +119,12 @@ class Corpus:
         if cut_bytes is not None:
             from drumline.data.cutting import split_at
 
-            yield from split_at(train, cut_bytes)
+            yield from split_at(train, cut_bytes, reading.skipped)
             return
-        for index, document in enumerate(train):
+        index = 0
+        for document in train:
             yield ("valid" if self.is_held_out(index, document) else "train"), document
+            index += not document.more
         if self.valid_split:
             source, split = self.valid_split
             for document in documents(source, reading, split=split):

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import psutil
 
 from drumline.config import DataConfig, DataDtype
+from drumline.data.cutting import check_whole
 from drumline.data.preparing import Data, Prepared
 from drumline.data.text_files import Skipped
 from drumline.data.tokenizer import Tokenizer
@@ -199,13 +200,11 @@ def manifest_of_key(folder: Path, key: str, *, source: str) -> Manifest:
         manifest = None
     if manifest is None or manifest.key != key:
         content = "is not a prepared folder" if manifest is None else f"has other tokens (of {manifest.source})"
-        raise DataError(
-            f"{folder} exists and {content}, not those of {source} with these settings",
-            fix=f"choose another --out, or remove it: rm -r {folder}",
-        )
+        problem = f"{folder} exists and {content}, not those of {source} with these settings"
+        raise DataError(problem, fix=f"choose another --out, or remove it: rm -r {folder}")
     for name, record in manifest.files.items():
         _size_checked(folder / name, record)
-    return manifest
+    return check_whole(folder, manifest)
 
 
 def _size_checked(path: Path, record: FileRecord) -> None:

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,7 +30,7 @@ from drumline.config import DataConfig, TrainConfig
 from drumline.data.corpus import Corpus, Labelled, utf8_bytes
 from drumline.data.sources import source_key
 from drumline.data.text_files import Skipped
-from drumline.data.tokenizer import Tokenizer
+from drumline.data.tokenizer import EncoderError, Tokenizer
 from drumline.data.tokens import FORMAT_VERSION, TOKENIZER, Manifest, TokenWriter, flushed, is_tokens, map_split
 from drumline.errors import ConfigError, DataError
 from drumline.files import RunFolder, flush
@@ -47,6 +47,8 @@ ENCODING_BYTES = 4 << 20
 """Limit of text being encoded: each byte takes 30 to 120 bytes of memory, more for longer documents."""
 ENCODERS = 4
 """Threads that pass batches to the library, which itself uses all cores; several, so that no core idles."""
+FAST_BYTES = 2 << 20
+"""From this size on disk on, text is encoded by `drumline.encoding`, which takes a moment to load."""
 REPORT_BYTES = 1 << 20
 """Text between two progress reports."""
 
@@ -80,6 +82,8 @@ class Recipe:
     """Default: train a tokenizer on the beginning of the training text."""
     vocab_size: int = 32768
     """Vocabulary size of a newly trained tokenizer."""
+    fast: bool = True
+    """Whether much text may be encoded by a faster encoder; the tokens are the same."""
 
     @cached_property
     def key(self) -> str:
@@ -93,6 +97,8 @@ class Recipe:
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Sequence[str]], Sequence[Any]]:
         """Texts -> what a writer adds of each; threads may call it at the same time."""
+        if self.fast and (self.corpus.size_bytes() or FAST_BYTES) >= FAST_BYTES:
+            tokenizer = room("encoding").FastTokenizer(tokenizer)
         return tokenizer.encode_batch
 
     @property
@@ -140,15 +146,15 @@ def open_data(config: TrainConfig, *, run: RunFolder | None = None, progress: Pr
         from drumline.data.of_run import reopened
 
         return reopened(config, run, progress=progress)
-    prepared = None if is_tokens(config.data.train_data_path) else _prepared(config.data, progress)
-    if prepared is None or prepared.reused or config.data.format == "chat":
+    made = None if is_tokens(config.data.train_data_path) else _prepared(config.data, progress)
+    if made is None or made.reused or config.data.format == "chat":
         from drumline.data.opening import open_token_data
 
-        return open_token_data(config.data, prepared)
+        return open_token_data(config.data, made)
     # Written and hashed by this process: there is nothing to check.
-    splits = {name: map_split(prepared.path, prepared.manifest, name) for name in prepared.manifest.splits}
-    tokenizer = Tokenizer.load(prepared.path / TOKENIZER)
-    return Data(splits["train"], splits.get("valid"), tokenizer, tokenizer.vocab_size, prepared.skipped)
+    splits = {name: map_split(made.path, made.manifest, name) for name in made.manifest.splits}
+    tokenizer = Tokenizer.load(made.path / TOKENIZER)
+    return Data(splits["train"], splits.get("valid"), tokenizer, tokenizer.vocab_size, made.skipped, made.skipped.note)
 
 
 def _prepared(data: DataConfig, progress: ProgressCallback | None) -> Prepared:
@@ -169,10 +175,7 @@ def prepare(recipe: Recipe, out: str | Path, *, progress: ProgressCallback | Non
     started = time.perf_counter()
     out, source, skipped = Path(os.path.abspath(out)), Path(recipe.corpus.source), Skipped()
     if source.is_dir() and out.is_relative_to(os.path.abspath(source)):
-        raise DataError(
-            f"{out} is inside the text folder {source} and would be read as text next time",
-            fix="choose another folder for the tokens",
-        )
+        raise DataError(f"{out} is inside the text folder {source}", fix="choose another folder for the tokens")
     existing = _existing(out, recipe.key, source=recipe.corpus.source)
     try:
         manifest = existing or _make(recipe, out, progress or (lambda _: None), skipped)
@@ -205,7 +208,11 @@ def _make(recipe: Recipe, out: Path, progress: ProgressCallback, skipped: Skippe
     made = [path for path in out.parents if not path.exists()]
     partial.mkdir(parents=True)
     try:
-        manifest = _fill(partial, recipe, progress, skipped)
+        try:
+            manifest = _fill(partial, recipe, progress, skipped)
+        except EncoderError as error:
+            skipped.count, skipped.first, skipped.note = 0, [], f"; encoded slowly, by tokenizers: {error}"
+            manifest = _fill(partial, replace(recipe, fast=False), progress, skipped)
         flush(partial)
         try:
             partial.rename(out)
@@ -239,7 +246,7 @@ def _fill(folder: Path, recipe: Recipe, progress: ProgressCallback, skipped: Ski
         with closing(_encoded(_batches(text, meter), recipe.encoder(tokenizer))) as encoded:
             for batch, ids_of_documents in encoded:
                 for (label, document), ids in zip(batch.documents, ids_of_documents, strict=True):
-                    writers[label].add(document.name, ids, text_bytes=utf8_bytes(document.text))
+                    writers[label].add(document.name, ids, text_bytes=utf8_bytes(document.text), more=document.more)
                 meter.on_text(batch.text_bytes, read_bytes=batch.read_bytes)
         meter.report()
         for label, writer in writers.items():

@@ -7,7 +7,7 @@ imported only when needed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -16,7 +16,7 @@ from drumline.config import OnError
 from drumline.errors import DataError
 
 PART_BYTES = 1 << 20
-"""A longer plain text file is split at line ends into documents of about this size."""
+"""A longer plain text file is read in parts of about this size."""
 STRUCTURED_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".zst")
 
@@ -30,8 +30,10 @@ class Document:
     """A document, and a readable description of where it came from."""
 
     name: str
-    """Such as corpus/a.txt, x.jsonl:17 (the line), part.parquet:row 5 or book.txt#3 (the third part)."""
+    """Such as corpus/a.txt, x.jsonl:17 (the line) or part.parquet:row 5."""
     text: str
+    more: bool = False
+    """Whether the next one continues it: a long document is read and encoded in parts."""
 
 
 @dataclass
@@ -41,6 +43,8 @@ class Skipped:
     count: int = 0
     first: list[str] = dataclasses.field(default_factory=list)
     """The first few reasons, each with file and position."""
+    note: str = ""
+    """What else users should know; begins with a semicolon."""
 
     def add(self, reason: str) -> None:
         self.count += 1
@@ -91,23 +95,19 @@ def read_file(path: Path, *, name: str, reading: Reading) -> Iterator[Document]:
 
 
 def read_plain(stream: BinaryIO, *, name: str, reading: Reading) -> Iterator[Document]:
-    """The whole text as one document, or as several of about PART_BYTES."""
+    """The whole text as one document, in parts of about PART_BYTES."""
     beginning, more = stream.read(PART_BYTES), stream.read(1)
-    parts: Iterable[tuple[int, bytes]] = [(0, beginning)]
     if more:
-        from drumline.data.cutting import cut_plain
+        from drumline.data.cutting import read_parts
 
-        parts = cut_plain(beginning + more, stream)
-    del beginning  # only one part is kept in memory
-    line, offset = 1, 0
-    for number, part in parts:
-        text = decoded(part, name=name, line=line, offset=offset, reading=reading)
-        if text is not None and (number or text.strip()):
-            yield Document(f"{name}#{number}" if number else name, text)
-        elif text is not None:
-            reading.bad(f"{name} is empty" + (" except for whitespace" if text else ""), fix=REMOVE_EMPTY)
-        line += part.count(b"\n")
-        offset += len(part)
+        beginning += more
+        yield from read_parts(beginning, stream, name=name, reading=reading)
+        return
+    text = decoded(beginning, name=name, line=1, offset=0, reading=reading)
+    if text is not None and text.strip():
+        yield Document(name, text)
+    elif text is not None:
+        reading.bad(f"{name} is empty" + (" except for whitespace" if text else ""), fix=REMOVE_EMPTY)
 
 
 def decoded(data: bytes, *, name: str, line: int, offset: int, reading: Reading) -> str | None:
@@ -115,9 +115,7 @@ def decoded(data: bytes, *, name: str, line: int, offset: int, reading: Reading)
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        bad_line = line + data.count(b"\n", 0, error.start)
-        reading.bad(
-            f"{name}:{bad_line}: byte {offset + error.start} of the file (0x{data[error.start]:02x}) is not UTF-8",
-            fix="convert the file (iconv -f ITS_ENCODING -t UTF-8), or skip invalid text with --on_error skip",
-        )
+        from drumline.data.cutting import not_utf8
+
+        not_utf8(data, error.start, name=name, line=line, offset=offset, reading=reading)
         return None

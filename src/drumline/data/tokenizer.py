@@ -29,8 +29,12 @@ SMALLEST_VOCAB = 257
 
 PIECE_CHARS = 1 << 15
 """Piece size for long texts. Pieces use all cores, and need a quarter of the memory."""
-_BETWEEN_WORDS = re.compile(r"[^\W_](?=[ \n][^\W_])")
+_BETWEEN_WORDS = re.compile(r"[^\W_](?=[ \n][^\W_])").search
 """A letter or digit, then a space or newline, then a letter or digit. No token spans it: see `_may_cut`."""
+
+
+class EncoderError(Exception):
+    """A faster encoder cannot be used, or gives other ids than `Tokenizer`; says why."""
 
 
 class Tokenizer:
@@ -62,10 +66,7 @@ class Tokenizer:
     def train(cls, texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
         """Train a vocabulary of at most `vocab_size` ids; the same texts give the same file."""
         if vocab_size < SMALLEST_VOCAB:
-            raise ConfigError(
-                f"a vocabulary of {vocab_size} is too small for the 256 bytes and {END_OF_TEXT}",
-                fix=f"give --vocab_size a value of {SMALLEST_VOCAB} or more",
-            )
+            raise ConfigError(f"vocab_size {vocab_size} is too small", fix=f"use --vocab_size {SMALLEST_VOCAB} or more")
         inner = tokenizers.Tokenizer(models.BPE())
         inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         inner.decoder = decoders.ByteLevel()
@@ -85,9 +86,7 @@ class Tokenizer:
         try:
             serialized = Path(path).read_bytes()
         except OSError as error:
-            raise DataError(
-                f"the tokenizer {path} cannot be read: {error.strerror}", fix="use the path of a tokenizer.json"
-            ) from error
+            raise DataError(f"{path} cannot be read: {error.strerror}", fix="use a path of a tokenizer.json") from error
         return cls(serialized, origin=str(path))
 
     def save(self, path: str | Path) -> None:
@@ -101,9 +100,17 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, as from `encode`, on all cores and with the GIL released."""
-        pieces = [_pieces(text) if self._cuts else [text] for text in texts]
+        pieces = [self.pieces(text) for text in texts]
         encodings = iter(self._inner.encode_batch_fast(list(chain.from_iterable(pieces)), add_special_tokens=False))
         return [list(chain.from_iterable(next(encodings).ids for _ in its_pieces)) for its_pieces in pieces]
+
+    def pieces(self, text: str) -> list[str]:
+        """A text in pieces of about PIECE_CHARS whose ids, one after the other, are its ids."""
+        pieces, start = [], 0
+        while self._cuts and (word := _BETWEEN_WORDS(text, start + PIECE_CHARS)):
+            pieces.append(text[start : word.end()])
+            start = word.end()
+        return [*pieces, text[start:]]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the ids, including special tokens. Invalid UTF-8 becomes U+FFFD."""
@@ -121,9 +128,8 @@ class Tokenizer:
 
     def _find_end_of_text(self, origin: str) -> int:
         for token in ENDS_OF_TEXT:
-            token_id: int | None = self._inner.token_to_id(token)
-            if token_id is not None:
-                return token_id
+            if (token_id := self._inner.token_to_id(token)) is not None:
+                return int(token_id)
         raise DataError(
             f"{origin} has no end-of-text token (looked for {', '.join(ENDS_OF_TEXT)})",
             fix=f"add {END_OF_TEXT} to it as a special token, or drop --tokenizer to train one",
@@ -145,11 +151,3 @@ def _may_cut(serialized: bytes) -> bool:
         and splitter.get("use_regex", True) is True
         and all(token["special"] for token in content.get("added_tokens", []))
     )
-
-
-def _pieces(text: str) -> list[str]:
-    pieces, start = [], 0
-    while len(text) - start > PIECE_CHARS and (word_end := _BETWEEN_WORDS.search(text, start + PIECE_CHARS)):
-        pieces.append(text[start : word_end.end()])
-        start = word_end.end()
-    return [*pieces, text[start:]]

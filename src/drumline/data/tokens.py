@@ -70,7 +70,7 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write manifest.json and flush it to disk."""
-        content: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION}
+        content: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION, "documents": "whole"}
         content |= {"dtype": np.dtype(self.dtype).name, "tokenizer_sha256": self.files[TOKENIZER].sha256}
         content |= asdict(self)
         (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -103,19 +103,24 @@ class TokenWriter:
         self._files = [open(path, "wb", buffering=1 << 20) for path in self._paths]  # noqa: SIM115 - see abandon()
         self.tokens = self.documents = self.text_bytes = 0
 
-    def add(self, name: str, ids: npt.ArrayLike, *, text_bytes: int) -> None:
-        """Append a document: its ids (1-D) and an end-of-text token. text_bytes: length of its text in UTF-8."""
+    def add(self, name: str, ids: npt.ArrayLike, *, text_bytes: int, more: bool = False) -> None:
+        """Append a document: its ids (1-D) and an end-of-text token. text_bytes: length of its text in UTF-8.
+
+        more: this is a part of it, and the next call continues it
+        """
         array = np.asarray(ids)
         if array.size and (array.min() < 0 or array.max() >= self._vocab_size):
             raise DataError(
                 f"{name} has token {array.max()}, outside the vocabulary of {self._vocab_size}",
                 fix="use the tokenizer that the tokens were made with",
             )
-        self.tokens += array.size + 1
-        self.documents += 1
+        self.tokens += array.size + (not more)
         self.text_bytes += text_bytes
         tokens, ends, names = self._files[:3]
-        tokens.write(array.astype(self._dtype, copy=False).tobytes() + self._end)
+        tokens.write(array.astype(self._dtype, copy=False).tobytes() + (b"" if more else self._end))
+        if more:
+            return
+        self.documents += 1
         ends.write(self.tokens.to_bytes(8, "little"))
         names.write(name.replace("\n", " ").replace("\r", " ").encode(errors="backslashreplace") + b"\n")
 
