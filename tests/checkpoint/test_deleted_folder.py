@@ -122,4 +122,5 @@ def test_two_ranks_whose_folder_is_deleted_end_with_one_error(here: Path, step: 
     assert process.returncode == EXIT_USER, said
     assert said.count("error: ") == 1 and "the run folder run was deleted while the run was training" in said
     assert "restarting" not in said and newest(here / "run") > step
-    assert [record["step"] for record in read_metrics(here / "run/metrics.jsonl")] != []
+    if step < 390:  # else the last record may have been written before
+        assert [record["step"] for record in read_metrics(here / "run/metrics.jsonl")] != []

@@ -12,6 +12,7 @@ from drumline.report.bars import TrainingBar, sparkline
 
 @pytest.fixture
 def bar(monkeypatch: pytest.MonkeyPatch) -> TrainingBar:
+    monkeypatch.setattr("rich._console", None)  # rich's own is made once, and keeps what it was made for
     monkeypatch.setenv("COLUMNS", "140")
     return TrainingBar(100)
 

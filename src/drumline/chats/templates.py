@@ -19,6 +19,7 @@ import tokenizers
 
 from drumline.data import Tokenizer
 from drumline.errors import DataError
+from drumline.files import RunFolder
 
 Message = Mapping[str, str]
 """role (system, user or assistant) and content."""
@@ -50,7 +51,10 @@ class ChatStyle:
             return cls()
         if (folder / STYLE).exists():
             return cls._read(folder / STYLE)
-        for place in (folder, folder / "pretrained"):  # a run keeps the files of the model that it began from there
+        for place in (
+            folder,
+            RunFolder(folder).pretrained,
+        ):  # a run keeps the files of the model that it began from there
             settings, source = _template_in(place)
             if source:
                 return cls(source, _text_of(settings.get("bos_token")), _text_of(settings.get("eos_token")))

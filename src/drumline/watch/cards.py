@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from drumline.data import TOKENIZER
 from drumline.files import CHECKPOINT_PREFIX, RunFolder
 from drumline.watch.lines import open_inside, read_inside
 
@@ -142,9 +143,7 @@ def _excerpts(prepared: Path, manifest: dict[str, Any]) -> Iterator[dict[str, st
     """Name and beginning of documents at even distances."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_str(
-        read_inside(prepared, prepared / "tokenizer.json", most_bytes=_HEADER_BYTES).decode()
-    )
+    tokenizer = Tokenizer.from_str(read_inside(prepared, prepared / TOKENIZER, most_bytes=_HEADER_BYTES).decode())
     ends = _mapped(prepared, "train.documents.bin", "<u8")
     tokens = _mapped(prepared, "train.bin", "<u2" if manifest["vocab_size"] <= 1 << 16 else "<u4")
     names = read_inside(prepared, prepared / "train.names.txt").decode(errors="replace").splitlines()

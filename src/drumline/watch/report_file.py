@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
 import time
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from drumline import __version__
 from drumline.errors import ConfigError
-from drumline.files import replace_text
+from drumline.files import RunFolder, replace_text
 from drumline.watch.library import one_run
 from drumline.watch.server import PAGE, ranks_of
 from drumline.watch.source import AXES, RunSource, to_json
@@ -84,7 +83,7 @@ def _write(out: Path, text: str) -> None:
 
 def _make_folder(out: Path) -> None:
     if out.is_dir():
-        raise ConfigError(f"{out} is a folder", fix=f"give a file, as in -o {os.path.join(out, 'report.html')}")
+        raise ConfigError(f"{out} is a folder", fix=f"give a file, as in -o {RunFolder(out).report}")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

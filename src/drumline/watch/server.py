@@ -6,7 +6,6 @@ import asyncio
 import errno
 import math
 import secrets
-import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +17,7 @@ from typing import Any
 
 from drumline.errors import ConfigError
 from drumline.network import Endpoint, is_loopback
+from drumline.signals import STOP_SIGNALS
 from drumline.watch.http import Gate, Request, Response, refused, serve_connection
 from drumline.watch.library import Library
 from drumline.watch.source import AXES, RunSource, to_json
@@ -108,10 +108,10 @@ class Server:
         self._names: list[str] = []
 
     async def run(self, listener: socket.socket, *, say: Callable[[str], None]) -> None:
-        """Until SIGINT or SIGTERM."""
+        """Until a stop signal."""
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
+        for signum in STOP_SIGNALS:
             loop.add_signal_handler(signum, stop.set)
         port = listener.getsockname()[1]
         self._gate.cookie = f"drumline_watch_{port}"  # cookies of one host are the same for all its ports
