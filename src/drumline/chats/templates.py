@@ -51,10 +51,7 @@ class ChatStyle:
             return cls()
         if (folder / STYLE).exists():
             return cls._read(folder / STYLE)
-        for place in (
-            folder,
-            RunFolder(folder).pretrained,
-        ):  # a run keeps the files of the model that it began from there
+        for place in (folder, RunFolder(folder).pretrained):  # files of the model that a run began from
             settings, source = _template_in(place)
             if source:
                 return cls(source, _text_of(settings.get("bos_token")), _text_of(settings.get("eos_token")))
