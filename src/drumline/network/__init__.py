@@ -1,8 +1,8 @@
 """Addresses, interfaces and sockets -> who can reach whom, or why not. Independent of torch.
 
-`endpoint` parses HOST:PORT, `interfaces` lists this machine's addresses, `probe` measures the path to another host,
-`wire` carries signed messages, `secret` finds what they are signed with, and `background` runs calls that may never
-return.
+`endpoint` parses HOST:PORT, `interfaces` lists this machine's addresses, `listening` takes a port, `probe` measures the
+path to another host, `wire` carries signed messages, `secret` finds what they are signed with, and `background` runs
+calls that may never return.
 """
 
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         is_loopback,
         listener,
     )
+    from drumline.network.listening import bound
     from drumline.network.probe import (
         Ping,
         ProbeServer,

@@ -11,7 +11,7 @@ from drumline.errors import ConfigError
 
 _HOST, _PORT = re.compile(r"[^\s:/\[\]]+"), re.compile(r"[0-9]{1,5}")
 _FORM = re.compile(rf"(?:\[(?P<v6>[^\[\]]+)\]|(?P<host>{_HOST.pattern}))(?::(?P<port>{_PORT.pattern}))?")
-_LAST_PORT = (1 << 16) - 1
+LAST_PORT = (1 << 16) - 1
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Endpoint:
         form = _FORM.fullmatch(text)
         host = form and (form["v6"] or form["host"])
         port = int(form["port"] or default_port) if form else 0
-        if form is None or not host or not 0 < port <= _LAST_PORT or (form["v6"] and not _is_ipv6(host)):
+        if form is None or not host or not 0 < port <= LAST_PORT or (form["v6"] and not _is_ipv6(host)):
             raise ConfigError(f"{flag} {text} is not HOST:PORT", fix=f"as in {flag} {_meant(text, default_port)}")
         return cls(host, port)
 
@@ -42,7 +42,7 @@ def _meant(text: str, default_port: int) -> Endpoint:
     """The endpoint that the user most likely meant."""
     host, _, port = text.rpartition(":")
     if _is_ipv6(host):
-        return Endpoint(host, int(port) if _PORT.fullmatch(port) and 0 < int(port) <= _LAST_PORT else default_port)
+        return Endpoint(host, int(port) if _PORT.fullmatch(port) and 0 < int(port) <= LAST_PORT else default_port)
     return Endpoint(host if _HOST.fullmatch(host) else "HOST", default_port)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from drumline.chats import ChatTemplate
 from drumline.config import Device
 from drumline.errors import ConfigError, MissingExtraError
 from drumline.generate import Engine, writing_run
-from drumline.network import Endpoint, is_loopback
+from drumline.network import Endpoint, bound, is_loopback
 from drumline.serve.jobs import Limits, Service
 from drumline.signals import counting
 
@@ -58,7 +57,7 @@ def serve_run(
 
     say: gets a line when the server is ready, and one when it stops
     """
-    listener = _bind(config.host, config.port)
+    listener = bound(config.host, config.port)
     run = writing_run(path, device=device, trusts=trusts)
     template = ChatTemplate(run.tokenizer, run.folder.path)
     engine = Engine(run.model, slots=config.slots, context=run.context, ends=template.ends)
@@ -118,24 +117,3 @@ class _Server(uvicorn.Server):
 
         with counting(stop):
             yield
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A socket at this address that does not listen yet."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except OSError:
-            listener.close()
-            raise
-    except (OSError, OverflowError) as error:
-        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        problem = "another process uses that port" if in_use else getattr(error, "strerror", None) or str(error)
-        raise ConfigError(
-            f"cannot serve at {Endpoint(host, port)}: {problem}",
-            fix="choose another one: --port 0 takes any that is free" if in_use else "choose another --host or --port",
-        ) from None
-    return listener

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import math
 import secrets
 import socket
@@ -15,8 +14,7 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-from drumline.errors import ConfigError
-from drumline.network import Endpoint, is_loopback
+from drumline.network import Endpoint, bound, is_loopback
 from drumline.signals import STOP_SIGNALS
 from drumline.watch.http import Gate, Request, Response, refused, serve_connection
 from drumline.watch.library import Library
@@ -34,6 +32,8 @@ _MOST_SHOWN = 32
 PAGE = Path(__file__).with_name("page")
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _JSON = "application/json"
+_WAITING = 256
+"""Connections that may wait to be accepted: all pages come back at once after a restart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +43,6 @@ class WatchConfig:
     host: str = "127.0.0.1"
     port: int | None = None
 
-    def __post_init__(self) -> None:
-        if not 0 <= (self.port or 0) < 1 << 16:
-            raise ConfigError(
-                f"{self.port} is no port", fix="choose one from 1 to 65535; --port 0 takes any that is free"
-            )
-
     @property
     def is_local(self) -> bool:
         return is_loopback(self.host)
@@ -57,38 +51,11 @@ class WatchConfig:
 def serve_page(where: Path, config: WatchConfig, *, say: Callable[[str], None]) -> None:
     """Serve until a signal comes. say: gets the address when the page is there."""
     library = Library(where)
-    listener = bind(config)
+    ports = [*range(PORT, PORT + _PORTS), 0] if config.port is None else [config.port]
+    listener = bound(config.host, *ports)
+    listener.listen(_WAITING)
     token = None if config.is_local else secrets.token_urlsafe(24)
     asyncio.run(Server(library, host=config.host, token=token).run(listener, say=say))
-
-
-def bind(config: WatchConfig) -> socket.socket:
-    """A socket that listens."""
-    ports = [config.port] if config.port is not None else [*range(PORT, PORT + _PORTS), 0]
-    for port in ports:
-        try:
-            family, _, _, _, address = socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM)[0]
-            listener = socket.socket(family, socket.SOCK_STREAM)
-            try:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(address)
-                listener.listen(256)
-            except OSError:
-                listener.close()
-                raise
-            return listener
-        except (OSError, OverflowError) as error:
-            in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-            if in_use and port != ports[-1]:
-                continue
-            problem = "another process uses that port" if in_use else getattr(error, "strerror", None) or str(error)
-            raise ConfigError(
-                f"cannot serve at {Endpoint(config.host, port)}: {problem}",
-                fix="choose another one: --port 0 takes any that is free"
-                if in_use
-                else "choose another --host or --port",
-            ) from None
-    raise AssertionError("ports is never empty")
 
 
 class Server:
