@@ -26,5 +26,5 @@ def test_a_number_that_is_no_port_is_not_taken_for_another_one(port: int) -> Non
 
 
 def test_an_address_that_is_not_ours_is_named() -> None:
-    with pytest.raises(ConfigError, match="cannot serve at 192.0.2.1:0"):
+    with pytest.raises(ConfigError, match=r"cannot serve at 192\.0\.2\.1:0"):
         bound("192.0.2.1", 5, 0)
