@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -280,7 +281,8 @@ class _Check:
     def _part(self, own: HostFacts, others: Sequence[int]) -> None:
         """The host of the store exits last, so that slow hosts can still read the findings."""
         if not self._rendezvous.keeps:
-            self._messenger.post(f"left/{own.number}", True)
+            with suppress(CheckEndedError):  # the host of the store may exit as soon as it reads this
+                self._messenger.post(f"left/{own.number}", True)
             return
         until = time.monotonic() + _GOODBYE_S
         for number in others:
