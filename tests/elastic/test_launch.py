@@ -145,12 +145,14 @@ def test_a_killed_rank_is_started_again_and_the_run_ends_as_if_undisturbed(
     folder = RunFolder(tmp_path / "run")
     assert folder.read_status()["state"] == "finished"
     events = [each for each in events_of(folder) if each["event"] not in ("saved", "snapshot")]
-    assert [each["event"] for each in events] == ["started", "restart", "resumed", "finished"]
-    started, restart, resumed, _ = events
-    assert started["world_size"] == resumed["world_size"] == restart["world_size"] == 2
+    started, restart, again, finished = events
+    assert [each["event"] for each in (started, restart, finished)] == ["started", "restart", "finished"]
+    assert again["event"] in ("started", "resumed")  # there may have been no snapshot yet
+    assert started["world_size"] == again["world_size"] == restart["world_size"] == 2
     assert started["hosts"] == [socket.gethostname()] * 2 and started["versions"]["torch"]
     assert restart["cause"]["rank"] == 1 and restart["cause"]["what"] == "SIGKILL" and restart["what"] in err
-    assert resumed["from"] in ("snapshot", "checkpoint") and resumed["step"] <= restart["cause"]["step"]
+    assert again.get("from", "nothing") in ("snapshot", "checkpoint", "nothing")
+    assert again["step"] <= restart["cause"]["step"]
     assert [each["time"] for each in events] == sorted(each["time"] for each in events)
 
 

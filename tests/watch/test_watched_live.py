@@ -38,6 +38,7 @@ def test_a_run_whose_rank_is_killed_is_followed_live_with_every_event(tmp_path: 
             )
             events = "document.getElementById('events').textContent"
             page.wait_for(f"{events}.includes('started') && {events}.includes('2 ranks')")
+            page.wait_for("document.getElementById('timeline-body').textContent.includes('snapshot')")
             rank_process(process.pid, 1).kill()
             page.wait_for(f"{events}.includes('SIGKILL') && {events}.includes('resumed')")
             shown = page.text("#events")
