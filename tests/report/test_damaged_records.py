@@ -9,7 +9,7 @@ from helpers.small import small
 from helpers.warm import run_warm
 
 from drumline.files.run_folder import RunFolder
-from drumline.report.plots import plot_loss
+from drumline.report.plots import plot_curves
 from drumline.report.records import read_metrics
 from drumline.report.rewinding import forget_after
 from drumline.report.runs import list_runs
@@ -42,7 +42,7 @@ def test_a_damaged_line_is_set_aside_and_named_and_every_reader_copes(tmp_path: 
     folder.metrics.write_bytes(b"\n".join([good[0], line, *good[1:]]) + b"\n")
     assert [record["step"] for record in read_metrics(folder.metrics)] == [1, 2, 3]
     assert [row["step"] for row in list_runs(tmp_path)] == [3]
-    plot_loss(folder.metrics, folder.path / "loss.png", title="damaged")
+    plot_curves(folder.metrics, folder.path / "loss.png", title="damaged")
     for _ in range(2):
         forget_after(folder.metrics, 2, warn=said.append)
     assert folder.metrics.read_bytes() == b"\n".join(good[:2]) + b"\n"
@@ -65,7 +65,7 @@ def test_what_is_no_number_is_not_shown(tmp_path: Path) -> None:
     folder.config.touch()
     folder.metrics.write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": "high", "valid_loss": [1], "lr": {}}\n')
     folder.status.write_text('{"state": "running", "step": "two", "total_steps": null, "pid": "x", "host": 1}')
-    plot_loss(folder.metrics, folder.path / "loss.png", title="edited")
+    plot_curves(folder.metrics, folder.path / "loss.png", title="edited")
     code, said = drumline("runs", ".", cwd=tmp_path)
     assert code == 0 and "2/?  2.5000" in said, said
 

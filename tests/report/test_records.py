@@ -21,7 +21,7 @@ from helpers.warm import Warm
 
 from drumline.errors import MissingExtraError
 from drumline.files.run_folder import RunFolder
-from drumline.report.plots import plot_loss
+from drumline.report.plots import plot_curves
 from drumline.report.records import JsonlSink, Record, Records, format_record, read_metrics
 from drumline.report.rewinding import forget_after
 from drumline.report.trackers import TensorBoardSink, WandbSink, wandb_mode
@@ -325,9 +325,9 @@ def test_a_missing_tracker_package_is_answered_with_the_pip_command(
 def test_loss_png_is_drawn_from_metrics(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps({"step": n, "loss": 3 / n, "valid_loss": 4 / n}) + "\n" for n in range(1, 5)))
-    plot_loss(metrics, tmp_path / "loss.png", title="a run")
+    plot_curves(metrics, tmp_path / "loss.png", title="a run")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    plot_loss(tmp_path / "none.jsonl", tmp_path / "empty.png", title="no records")
+    plot_curves(tmp_path / "none.jsonl", tmp_path / "empty.png", title="no records")
     assert (tmp_path / "empty.png").exists()
 
 

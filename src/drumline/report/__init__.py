@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from drumline.report.commands import command
     from drumline.report.errors import is_to_tell, report_error, tell
     from drumline.report.lanes import write_lanes
-    from drumline.report.plots import plot_loss, save_figure
+    from drumline.report.plots import plot_curves, save_figure
     from drumline.report.preparation import preparing
     from drumline.report.progress import progress_of
     from drumline.report.records import (

@@ -60,14 +60,14 @@ def _hash(text: str) -> str:
 
 
 def write_png(run: Path, out: Path | None) -> Path:
-    """Draw the losses of a run, by default as report.png into its folder."""
-    from drumline.report import plot_loss
+    """Draw the curves of a run, by default as report.png into its folder."""
+    from drumline.report import plot_curves
 
     source = one_run(run)
     out = out or source.folder.path / "report.png"
     _make_folder(out)
     try:
-        plot_loss(source.folder.metrics, out, title=source.name)
+        plot_curves(source.folder.metrics, out, title=source.name)
     except OSError as error:
         raise _not_written(out, error) from None
     return out
