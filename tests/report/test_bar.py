@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -46,6 +46,7 @@ def test_a_loss_that_is_none_leaves_the_curve_as_it_is(bar: TrainingBar) -> None
     assert "loss 3.0000 ▁" in shown(bar)
 
 
+@example([0.0, 5e-324], 2)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=100), st.integers(1, 30))
 def test_a_sparkline_is_no_wider_than_asked_for_and_has_its_extremes(values: list[float], width: int) -> None:
     line = sparkline(values, width=width)

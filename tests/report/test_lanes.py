@@ -55,4 +55,12 @@ def test_what_is_spared_is_not_done_in_the_first_second_and_then_takes_2_percent
         spared(0.2)
         now[0] += 0.125
     assert done[0] == 101.0
+    calls = len(done)
+    seldom = Sparing(work, pause_s=60.0)
+    for _ in range(400):
+        seldom(0.0)
+        now[0] += 1.0
+    assert len(done) - calls == 7  # after a second, and then once a minute
+    del done[calls:]
+    now[0] -= 400.0
     assert 0.018 < 0.2 * len(done) / (now[0] - 100.0) <= 0.021

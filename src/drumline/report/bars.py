@@ -51,7 +51,7 @@ class TrainingBar:
     def show(self, facts: Mapping[str, Any]) -> None:
         """A record, or an event of the run."""
         if isinstance(loss := facts.get("loss"), float) and math.isfinite(loss) and "event" not in facts:
-            self._losses.append(loss)
+            self._losses = [*self._losses[-_KEPT:], loss]
             self._shown["loss"] = f"loss {loss:.4f} {sparkline(self._losses)}"
         self._shown |= {key: form(facts) for key, form in _STANDS.items() if facts.get(key) is not None}
         if facts.get("event") in _EVENTS:
@@ -89,7 +89,8 @@ _EVENTS: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
 }
 """And of events: where it is shown, and how."""
 _BARS = "▁▂▃▄▅▆▇█"
-_WIDTH = 24
+_WIDTH, _KEPT = 24, 2400
+"""Characters of the curve, and the records that it shows at most: the newest."""
 
 
 def sparkline(values: Sequence[float], *, width: int = _WIDTH) -> str:
@@ -97,8 +98,8 @@ def sparkline(values: Sequence[float], *, width: int = _WIDTH) -> str:
     parts = [values[at * len(values) // width : (at + 1) * len(values) // width] for at in range(width)]
     means = [sum(part) / len(part) for part in parts if part]
     low, high = min(means), max(means)
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((mean - low) * scale)] for mean in means)
+    span = high - low or 1.0
+    return "".join(_BARS[round((mean - low) / span * (len(_BARS) - 1))] for mean in means)
 
 
 class _Bar(Progress):

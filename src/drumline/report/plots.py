@@ -38,9 +38,7 @@ def plot_curves(metrics: Path, out: Path, *, title: str) -> None:
         axes = figure.add_subplot(grid[0, :] if place == 0 else grid[(place + 1) // 2, (place + 1) % 2])
         for key, points in lines.items():
             if points:
-                axes.plot(
-                    *zip(*points, strict=True), **_STYLES.get(key, {"label": "training", "lw": 1.0, "alpha": 0.75})
-                )
+                axes.plot(*zip(*points, strict=True), **_STYLES.get(key, _STYLE))
         axes.set(xlabel="step", ylabel=name)
         axes.grid(alpha=0.3)
         if len(axes.lines) > 1:

@@ -231,17 +231,20 @@ def format_record(record: Record, *, total_steps: int, formats: Formats = FORMAT
 
 
 class Sparing:
-    """Calls something only as often as it costs little: not in the first second, then for 2 % of the time at most."""
+    """Calls something only as often as it costs little: not in the first second, then for 2 % of the time at most.
 
-    def __init__(self, work: Callable[..., None]) -> None:
-        self._work, self._after_s = work, time.monotonic() + _SPARED_S
+    pause_s: the shortest time between two calls, if that is longer than a second
+    """
+
+    def __init__(self, work: Callable[..., None], *, pause_s: float = 0.0) -> None:
+        self._work, self._pause_s, self._after_s = work, max(_SPARED_S, pause_s), time.monotonic() + _SPARED_S
 
     def __call__(self, *args: Any) -> None:
         began_s = time.monotonic()
         if began_s >= self._after_s:
             self._work(*args)
             ended_s = time.monotonic()
-            self._after_s = ended_s + max(_SPARED_S, 50 * (ended_s - began_s))
+            self._after_s = ended_s + max(self._pause_s, 50 * (ended_s - began_s))
 
 
 class Speed:

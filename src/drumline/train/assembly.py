@@ -56,7 +56,8 @@ def assembled(
             saver=saver,
             guard=guard,
             records=records,
-            lanes=Sparing(lambda *times: _lanes(folder, world, records, *times)),
+            # A line about a thousand ranks is long: whatever their number, a day of them takes some 80 MB.
+            lanes=Sparing(lambda *times: _lanes(folder, world, records, *times), pause_s=world.size / 16),
             pulse=pulse,
             pace=pace,
             stop=stop,
