@@ -3,14 +3,14 @@
 Each row is then divided by the RMS of its recent updates, as Adam does per element ("NorMuon", Li et al., 2025), so
 that all outputs of a layer learn at a similar rate.
 
-Matrices of the same shape are orthogonalized together, as one batch of matmuls. Every rank computes the same update
-from the same gradient, so there is no communication.
+Matrices of the same shape are orthogonalized together, as one batch of matmuls. On several ranks, muon_owners.py
+divides the work.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,41 +76,51 @@ class Muon(torch.optim.Optimizer):
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
         matrices = [matrix for matrix in group["params"] if matrix.grad is not None]
-        by_shape: dict[torch.Size, list[_Part]] = defaultdict(list)
-        for matrix in matrices:
-            for part in self._parts(matrix):
-                by_shape[part.weight.shape].append(part)
-        way = _update_by_kernels if self._step_supports_amp_scaling else _update
-        skipped = vars(self).get("found_inf")
-        for shape, parts in by_shape.items():
-            way(
-                parts,
-                momentum=group["momentum"],
-                # Outputs change by a similar amount, regardless of the number of inputs.
-                rate=group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5,
-                kept=1.0 - group["lr"] * group["weight_decay"],
-                divisor=vars(self).get("grad_scale"),
-                skipped=skipped,
-            )
-        if matrices:
-            updates = [self.state[matrix]["updates"] for matrix in matrices]
-            one = torch.ones_like(updates[0]) if skipped is None else 1.0 - skipped
-            torch._foreach_add_(updates, [one] * len(updates))  # with a tensor instead of a list, the host would wait
+        if not matrices:
+            return
+        scaling = vars(self)
+        rules = Rules(
+            momentum=group["momentum"],
+            lr=group["lr"],
+            kept=1.0 - group["lr"] * group["weight_decay"],
+            divisor=scaling.get("grad_scale"),
+            skipped=scaling.get("found_inf"),
+            by_kernels=self._step_supports_amp_scaling,
+        )
+        parts = [part for matrix in matrices for part in self._parts(matrix)]
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            from drumline.optim.muon_owners import update_on_ranks
 
-    def _parts(self, matrix: Tensor) -> list[_Part]:
+            update_on_ranks(parts, rules, mesh=getattr(matrices[0], "device_mesh", None))
+        else:
+            update(parts, rules)
+        updates = [self.state[matrix]["updates"] for matrix in matrices]
+        one = torch.ones_like(updates[0]) if rules.skipped is None else 1.0 - rules.skipped
+        torch._foreach_add_(updates, [one] * len(updates))  # with a tensor instead of a list, the host would wait
+
+    def _parts(self, matrix: Tensor) -> list[Part]:
         assert matrix.grad is not None
-        state = self.state[matrix]
+        state, rows, first = self.state[matrix], len(matrix), 0
         if not state:
             state["updates"], state["momentum"] = torch.zeros((), device=matrix.device), torch.zeros_like(matrix)
-            state["variance"] = torch.zeros(len(matrix), device=matrix.device)
-        rows = list(self._row_parts.get(matrix, [len(matrix)]))
-        whole = (matrix, matrix.grad, state["momentum"], state["variance"])
-        divided = zip(*(torch.split(each, rows) for each in whole), strict=True)
-        return [_Part._make((*part, state["updates"])) for part in divided]
+            state["variance"] = torch.zeros_like(matrix[:, 0], dtype=torch.float32)
+        here = [matrix, matrix.grad, state["momentum"], state["variance"]]
+        if hasattr(matrix, "device_mesh"):
+            from drumline.optim.muon_owners import local_rows
+
+            here, first = local_rows(here)
+        parts, start = [], 0
+        for count in self._row_parts.get(matrix, [rows]):
+            inside = slice(*(min(max(row - first, 0), len(here[0])) for row in (start, start + count)))
+            weight, gradient, momentum, variance = (each[inside] for each in here)
+            of = range(start, start + count)
+            parts.append(Part(weight, gradient, momentum, variance, state["updates"], of, rows))
+            start += count
+        return parts
 
 
-class _Part(NamedTuple):
-    """A matrix, or a slice of its rows."""
+class Part(NamedTuple):
+    """A matrix, or a slice of its rows; of a sharded one, those of its rows that this rank has."""
 
     weight: Tensor
     gradient: Tensor
@@ -119,45 +129,96 @@ class _Part(NamedTuple):
     """Running second moment of each row's updates."""
     updates: Tensor
     """Number of updates so far."""
+    rows: range
+    """All its rows in the parameter, wherever they are."""
+    parameter_rows: int
 
 
-def _update(parts: Sequence[_Part], *, momentum: float, rate: float, kept: float, **unused: None) -> None:
-    """weight <- kept * weight - rate * direction, for parts of one shape."""
-    weights, gradients, momenta, variances, updates = (list(each) for each in zip(*parts, strict=True))
-    mu = momentum_at(int(updates[0]), momentum)
+class Rules(NamedTuple):
+    """What one update of all parts has in common."""
+
+    momentum: float
+    lr: float
+    kept: float
+    """What the weight decay leaves of a weight."""
+    divisor: Tensor | None
+    """As grad_scale; None: 1."""
+    skipped: Tensor | None
+    """As found_inf; None: 0."""
+    by_kernels: bool
+    """Triton, on a GPU."""
+
+
+def update(parts: Sequence[Part], rules: Rules) -> None:
+    """weight <- kept * weight - rate * direction. All rows of the parts are here."""
+    for numbers in batches({number: part.weight.shape for number, part in enumerate(parts)}, parts[0].weight):
+        batch = [parts[number] for number in numbers]
+        ahead = look_ahead(batch, rules)
+        directions, factors = directed(ahead, [part.variance for part in batch], batch[0].updates, rules)
+        apply(batch, directions, factors, rules)
+
+
+def batches(shapes: Mapping[int, Hashable], like: Tensor) -> list[list[int]]:
+    """Numbers of matrices of one shape, whose matmuls are faster as one batch.
+
+    One by one where results must not depend on what else is in a batch, and with one thread, for which it is no slower.
+    """
+    alone = torch.are_deterministic_algorithms_enabled() if like.is_cuda else torch.get_num_threads() == 1
+    together: dict[Hashable, list[int]] = defaultdict(list)
+    for number, shape in shapes.items():
+        together[number if alone else shape].append(number)
+    return list(together.values())
+
+
+def look_ahead(parts: Sequence[Part], rules: Rules) -> Tensor:
+    """Update the momenta; returns Nesterov momentum, (N, rows, columns), for parts of one shape."""
+    gradients, momenta, updates = [part.gradient for part in parts], [part.momentum for part in parts], parts[0].updates
+    if rules.by_kernels:
+        one = torch.ones_like(updates)
+        ahead: Tensor = room("kernels").muon_look_ahead(
+            gradients,
+            momenta,
+            updates=updates,
+            divisor=one if rules.divisor is None else rules.divisor,
+            skipped=_skipped(rules, updates),
+            momentum=(FIRST_MOMENTUM, rules.momentum, MOMENTUM_STEPS),
+        )
+        return ahead
+    mu = momentum_at(int(updates), rules.momentum)
     torch._foreach_lerp_(momenta, gradients, 1.0 - mu)
-    directions = orthogonal(torch.stack(torch._foreach_lerp(gradients, momenta, mu)))  # Nesterov momentum
-    directions = directions * row_factors(directions, variances, updates[0]).unsqueeze(2)
-    if kept != 1.0:
-        torch._foreach_mul_(weights, kept)
-    torch._foreach_add_(weights, list(directions.to(weights[0].dtype).unbind()), alpha=-rate)
+    return torch.stack(torch._foreach_lerp(gradients, momenta, mu))
 
 
-def _update_by_kernels(
-    parts: Sequence[_Part],
-    *,
-    momentum: float,
-    rate: float,
-    kept: float,
-    divisor: Tensor | None,
-    skipped: Tensor | None,
-) -> None:
-    """The same on a GPU; gradients are unscaled, and the update may be skipped."""
-    kernels = room("kernels")  # Triton
-    weights, gradients, momenta, variances, updates = (list(each) for each in zip(*parts, strict=True))
-    one = torch.ones_like(updates[0])
-    skipped = 1.0 - one if skipped is None else skipped
-    ahead = kernels.muon_look_ahead(
-        gradients,
-        momenta,
-        updates=updates[0],
-        divisor=one if divisor is None else divisor,
-        skipped=skipped,
-        momentum=(FIRST_MOMENTUM, momentum, MOMENTUM_STEPS),
-    )
+def directed(ahead: Tensor, variances: list[Tensor], updates: Tensor, rules: Rules) -> tuple[Tensor, Tensor]:
+    """Directions, (N, rows, columns), and their row factors, (N, rows), of whole matrices; `ahead` may be overwritten.
+
+    variances: N of (rows,), updated unless the update is skipped
+    """
+    if not rules.by_kernels:
+        directions = orthogonal(ahead)
+        return directions, row_factors(directions, variances, updates)
+    room("kernels").muon_normalise(ahead)
     directions = raised(ahead)
-    factors = row_factors(directions, variances, updates[0], skipped=skipped)
-    kernels.muon_apply(weights, directions, factors, rate=rate, kept=kept, skipped=skipped)
+    return directions, row_factors(directions, variances, updates, skipped=_skipped(rules, updates))
+
+
+def apply(parts: Sequence[Part], directions: Tensor, factors: Tensor, rules: Rules) -> None:
+    """Update the weights of parts of one shape by their rows of the directions."""
+    weights = [part.weight for part in parts]
+    # Outputs change by a similar amount, regardless of the number of inputs.
+    rate = rules.lr * max(1.0, len(parts[0].rows) / weights[0].size(1)) ** 0.5
+    if rules.by_kernels:
+        skipped = _skipped(rules, parts[0].updates)
+        room("kernels").muon_apply(weights, directions, factors, rate=rate, kept=rules.kept, skipped=skipped)
+        return
+    directions = (directions * factors.unsqueeze(2)).to(weights[0].dtype)
+    if rules.kept != 1.0:
+        torch._foreach_mul_(weights, rules.kept)
+    torch._foreach_add_(weights, list(directions.unbind()), alpha=-rate)
+
+
+def _skipped(rules: Rules, updates: Tensor) -> Tensor:
+    return torch.zeros_like(updates) if rules.skipped is None else rules.skipped
 
 
 def momentum_at(step: int, momentum: float) -> float:

@@ -47,10 +47,11 @@ def warmup_steps(optim: OptimConfig, *, total_steps: int) -> int:
     return total_steps // 50 if optim.warmup_steps is None else optim.warmup_steps
 
 
-def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, optim: OptimConfig, *, exact: bool = False) -> torch.optim.Optimizer:
     """AdamW for all weights; Muon for matrices and AdamW for the rest; or a custom optimizer.
 
     A group's learning rate is the schedule, which peaks at `optim.lr`, times the group's "lr_ratio".
+    exact: parts of a weight are updated like the whole of it, bit by bit
     """
     if optim.optimizer is not None and optim.optimizer not in OPTIMIZERS:
         from drumline.optim.plugin import plugin_optimizer
@@ -67,10 +68,10 @@ def make_optimizer(model: nn.Module, optim: OptimConfig) -> torch.optim.Optimize
         decayed = 0.0 if kind == "vectors" else decay
         groups.append({"params": parameters, "lr": rate, "lr_ratio": rate / lr, "weight_decay": decayed})
     kind_of_adamw = torch.optim.AdamW
-    if all(p.is_cuda for p in model.parameters()):
+    if exact or all(p.is_cuda for p in model.parameters()):
         from drumline.optim.suited import adamw_for
 
-        kind_of_adamw = adamw_for(model)
+        kind_of_adamw = adamw_for(model, exact=exact)
     adamw = kind_of_adamw(
         [group for group in groups if group["params"]] or [{"params": []}],
         lr=lr,

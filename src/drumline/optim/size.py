@@ -24,11 +24,6 @@ class StateSize:
     def checkpoint_bytes(self) -> int:
         return 4 * (self.parameters + self.moments)
 
-    @property
-    def training_bytes(self) -> int:
-        """Including gradients."""
-        return 4 * (2 * self.parameters + self.moments)
-
 
 def state_size(config: TrainConfig, *, vocab_size: int) -> StateSize:
     """For a resolved config; the model is built on the meta device."""

@@ -10,8 +10,13 @@ from torch import Tensor, nn
 from drumline.lazy import room
 
 
-def adamw_for(model: nn.Module) -> type[torch.optim.AdamW]:
-    """torch's AdamW, or an equivalent fused kernel if available."""
+def adamw_for(model: nn.Module, *, exact: bool) -> type[torch.optim.AdamW]:
+    """torch's AdamW, or an equivalent fused kernel if available. exact: see `make_optimizer`"""
+    if exact and not all(p.is_cuda for p in model.parameters()):
+        from drumline.optim.exact import ExactAdamW
+
+        return ExactAdamW
+    # A GPU computes all numbers of a tensor alike.
     if not all(map(suits_kernels, model.parameters())):
         return torch.optim.AdamW
     return room("kernels").OnePassAdamW  # type: ignore[no-any-return]

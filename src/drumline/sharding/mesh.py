@@ -1,0 +1,84 @@
+"""Which ranks share a replica of the weights: all of them, or groups of consecutive ranks."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+from contextlib import suppress
+from typing import Literal
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from drumline.checkpoint import snapshot_folder
+from drumline.errors import ConfigError
+from drumline.parallel import World
+from drumline.snapshots import ranks_by_host
+from drumline.units import counted
+
+Shard = int | Literal["none", "full", "host"]
+REPLICATE, SHARD = "replicate", "shard"
+"""Names of the dimensions of a mesh."""
+_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 8 << 20
+
+
+def check_shard(shard: Shard, world_size: int) -> int:
+    """The number of ranks that share a replica; refuses one that does not divide the ranks.
+
+    Of `host`, it is what the launcher says; `make_mesh` looks for itself.
+    """
+    of_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    size = {"full": world_size, "host": of_host}.get(str(shard)) or int(shard)
+    if size < 1 or (size == 1 and world_size > 1) or shard == 1:
+        raise ConfigError(f"groups of {counted(size, 'rank')} share nothing", fix="use --shard full, or --shard none")
+    if world_size % size:
+        fitting = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
+        raise ConfigError(
+            f"{counted(world_size, 'rank')} cannot be divided into groups of {size}, as --shard {size} asks",
+            fix=f"use --shard full, or one of {', '.join(fitting)}" if fitting[1:] else "use --shard full",
+        )
+    return size
+
+
+def make_mesh(shard: Shard, world: World) -> DeviceMesh:
+    """("shard",) for one group; ("replicate", "shard") if there are several: consecutive ranks are a group."""
+    if not dist.is_initialized():  # a single process: FSDP needs a group all the same
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        atexit.register(_leave)
+    if world.device.type == "cpu":
+        _give_back_what_is_freed()
+    size = check_shard(_of_each_host(world) if shard == "host" else shard, world.size)
+    if size == world.size:
+        return init_device_mesh(world.device.type, (size,), mesh_dim_names=(SHARD,))
+    shape = (world.size // size, size)
+    return init_device_mesh(world.device.type, shape, mesh_dim_names=(REPLICATE, SHARD))
+
+
+def _of_each_host(world: World) -> Shard:
+    """The number of ranks on each host."""
+    hosts = ranks_by_host(snapshot_folder("any").parents[1], world)
+    if len(hosts) == 1:
+        return "full"
+    if any(ranks != list(range(place * len(ranks), (place + 1) * len(ranks))) for place, ranks in enumerate(hosts)):
+        raise ConfigError(
+            f"--shard host needs as many ranks on each host, one after the other; the hosts have {hosts}",
+            fix="start the same number of ranks on each host, or use --shard full",
+        )
+    return len(hosts[0])
+
+
+def _give_back_what_is_freed() -> None:
+    """glibc keeps freed tensors of up to 32 MB for later: with whole blocks that come and go, twice what is in use.
+
+    Small ones it may keep: to map them anew takes longer.
+    """
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+
+
+def _leave() -> None:
+    with suppress(RuntimeError, AssertionError, ValueError):
+        dist.destroy_process_group()

@@ -1,0 +1,68 @@
+"""A step of the model and the optimizer that a script has made, sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from drumline.data import BatchPlan
+from drumline.errors import ConfigError
+from drumline.parallel import World
+from drumline.sharding.mesh import Shard, check_shard, make_mesh
+from drumline.sharding.step import ShardedBackward
+from drumline.sharding.strategy import Sharded, ShardedBitwise
+from drumline.sharding.wrapping import How, named_units
+from drumline.train import Backward, Objective, Precision, Step
+
+
+def script_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objective: Objective,
+    plan: BatchPlan,
+    world: World,
+    *,
+    shard: Shard,
+    units: Sequence[str],
+    precision: Precision,
+    bitwise: bool,
+    grad_clip: float,
+) -> Step:
+    """The weights are those of rank 0's model. units: names of modules; none: the largest repeated block"""
+    world.on_all_ranks(lambda: _check(optimizer, precision, shard, world))
+    _share(model, world)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    how = How(make_mesh(shard, world), precision.dtype, bitwise=bitwise)
+    kind = ShardedBitwise if bitwise else Sharded
+    strategy = kind(model, plan, world, how, units=named_units(model, units) if units else None)
+    divided = dict(model.named_parameters())
+    for group in optimizer.param_groups:  # the optimizer was made for the whole weights
+        group["params"] = [divided[names[id(each)]] if id(each) in names else each for each in group["params"]]
+    backward = ShardedBackward(Backward(objective, precision, plan.sequences, strategy.scale), strategy)
+    return Step(model, optimizer, strategy, backward, precision, grad_clip)
+
+
+def _check(optimizer: torch.optim.Optimizer, precision: Precision, shard: Shard, world: World) -> None:
+    check_shard(shard, world.size)
+    if precision.dtype == torch.float16:
+        raise ConfigError(
+            "a sharded model cannot be trained in float16, whose gradients are scaled",
+            fix='use dtype="bfloat16", or shard="none"',
+        )
+    if optimizer.state:
+        raise ConfigError(
+            "the optimizer has made steps already, with the whole weights that sharding replaces",
+            fix="give Trainer a new optimizer, or leave shard out",
+        )
+
+
+def _share(model: nn.Module, world: World) -> None:
+    """Ranks may have drawn other weights; one tensor at a time is on the GPU."""
+    with torch.no_grad():
+        for tensor in model.state_dict(keep_vars=True).values():
+            there = tensor.detach().to(world.device)
+            world.broadcast([there])
+            if there.data_ptr() != tensor.data_ptr():
+                tensor.copy_(there)

@@ -1,0 +1,86 @@
+"""Trainer with sharding: any model, the same run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from drumline.report.records import read_metrics
+from drumline.trainer.trainer import Trainer
+
+
+class Blocks(nn.Module):
+    """Three equal blocks between two layers of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.out = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.into(x)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.out(x)
+
+
+def fit(run_dir: str, seed: int = 0, **settings: Any) -> str:
+    torch.manual_seed(seed)
+    model = Blocks()
+    inputs = torch.linspace(-1.0, 1.0, 61 * 4).view(61, 4)
+    data = TensorDataset(inputs, inputs.argmax(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    more = {"valid_dataset": TensorDataset(*data[:21]), "batch_size": 2, "global_batch_size": 10, **settings}
+    trainer = Trainer(model, data, optimizer, run_dir=run_dir, device="cpu", bitwise=True, grad_clip=0.5, **more)
+    return str(trainer.fit(total_steps=6, save_every=3, eval_every=3).weights_sha256)
+
+
+def sharded(rank: int, run_dir: str, settings: dict[str, Any]) -> str:
+    return fit(run_dir, rank, **settings)  # ranks that draw other weights get those of rank 0
+
+
+def values(run_dir: str, key: str) -> list[float]:
+    return [record[key] for record in read_metrics(Path(run_dir) / "metrics.jsonl") if key in record]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings"),
+    [
+        (2, {"shard": "full"}),
+        (3, {"shard": "full", "shard_units": ["blocks", "out"]}),
+        (4, {"shard": 2, "shard_units": ["into"]}),
+    ],
+)
+def test_a_script_that_shards_its_model_gets_the_bits_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, settings: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    alone = fit("alone")
+    outcomes = run_ranks(sharded, [(rank, "sharded", settings) for rank in range(ranks)])
+    assert [outcome.value for outcome in outcomes] == [alone] * ranks, outcomes[0].err
+    assert values("sharded", "valid_loss") == pytest.approx(values("alone", "valid_loss"), rel=1e-5)
+    # What sharded ranks have saved goes on in one process.
+    assert fit("after", resume_from="sharded/checkpoints/step-00000003") == alone
+
+
+def mistakes() -> list[str]:
+    said = []
+    for settings in ({"shard": "full", "shard_units": ["block"]}, {"shard": 3}, {"shard": "full", "dtype": "float16"}):
+        try:
+            fit("run", **settings)
+        except Exception as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_sharded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcomes = run_ranks(mistakes, [(), ()])
+    unknown, uneven, half = outcomes[0].value
+    assert "no module 'block'" in unknown and "use names like into" in unknown
+    assert "cannot be divided into groups of 3" in uneven and "float16" in half
