@@ -76,8 +76,8 @@ def test_one_bit_that_has_another_value_is_noticed_wherever_it_is(
     assert header is not None
     content = path.read_bytes()
     used = slots._HEADER.size + slots._CHECKSUM.size
-    data = slots._DATA_AT + header.data_bytes + header.seal_bytes
-    start, end = ((0, used), (slots._DATA_AT, data))[seed % 2]
+    data = slots.HEADER_BYTES + header.data_bytes + header.seal_bytes
+    start, end = ((0, used), (slots.HEADER_BYTES, data))[seed % 2]
     path.write_bytes(content[:start] + flipped(content[start:end], draw) + content[end:])
     with pytest.raises(DamagedError):
         read_slot(path, threads, device=CPU)
@@ -117,7 +117,7 @@ def killed_after(path: Path, point: int) -> None:
 
         def __getitem__(self, where: slice) -> Any:
             part = self.view[where]
-            return Dying(part) if where.start == slots._DATA_AT + Layout.of(TENSORS).size else part
+            return Dying(part) if where.start == slots.HEADER_BYTES + Layout.of(TENSORS).size else part
 
         def __len__(self) -> int:
             return len(self.view)

@@ -36,6 +36,8 @@ from drumline.units import count
 _FORGOTTEN_S = 7 * 86400.0
 _OWNER = "run"
 _ATTEMPTS = 10
+UNREADABLE = (DamagedError, OSError, ValueError, TypeError, KeyError, AttributeError)
+"""What reading a damaged slot may raise."""
 _SLOT = re.compile(r"(\d+)-of-(\d+)-[abc]")
 
 
@@ -76,8 +78,9 @@ class Snapshot:
 class Snapshots:
     """The snapshots of one run on this host."""
 
-    def __init__(self, folder: Path, run: Path) -> None:
-        self.folder, self._run = folder, run
+    def __init__(self, folder: Path, run: Path, *, copies: int = 1) -> None:
+        """copies: hosts that have each shard of a state that is spread over them"""
+        self.folder, self._run, self.copies = folder, run, copies
 
     def make_folder(self) -> None:
         for attempt in range(_ATTEMPTS):
@@ -127,25 +130,36 @@ class Snapshots:
     def newest(self, *, warn: Callable[[str], None], device: torch.device) -> Snapshot | None:
         """The newest complete snapshot, verified; a damaged one is skipped."""
         with ThreadPoolExecutor(threads_for_copies(), thread_name_prefix="verify") as threads:
-            for found in self.complete(damaged=lambda path, error: warn(_damaged(path, error))):
+            for found in self.complete(damaged=lambda path, error: warn(set_aside(path, error))):
                 headers, parts = [_header(path) for path in found.slots], []
                 for path in found.slots:
                     try:
                         parts.append(read_slot(path, threads, device=device))
-                    except (DamagedError, OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-                        warn(_damaged(path, error))
+                    except UNREADABLE as error:
+                        warn(set_aside(path, error))
                         break
                 else:
                     tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
                     return Snapshot(found, parts[0].about, tensors, parts, headers)
         return None
 
-    def store(self, tensors: dict[str, Tensor], step: int, about: dict[str, Any], *, token: str) -> None:
-        """Keep a whole state beside what there is: the last resort of a run that cannot be saved. OSError: no room."""
-        if why := self.no_room(sum(tensor.nbytes for tensor in tensors.values())):
+    def store(
+        self,
+        tensors: dict[str, Tensor],
+        step: int,
+        about: dict[str, Any],
+        *,
+        token: str,
+        place: tuple[int, int] = (0, 1),
+    ) -> None:
+        """Keep a state beside what there is: the last resort of a run that cannot be saved. OSError: no room.
+
+        place: which part of how many on this host
+        """
+        if why := self.no_room(place[1] * sum(tensor.nbytes for tensor in tensors.values())):
             raise OSError(why)
         self.make_folder()
-        slot = Slot(self.folder / "0-of-1-c", Layout.of(tensors), device=torch.device("cpu"))
+        slot = Slot(self.folder / f"{place[0]}-of-{place[1]}-c", Layout.of(tensors), device=torch.device("cpu"))
         slot.open()
         for name, view in slot.layout.views(slot.data).items():
             view.copy_(tensors[name])
@@ -198,7 +212,7 @@ def _header(path: Path) -> Header | None:
         return None
 
 
-def _damaged(path: Path, error: Exception) -> str:
+def set_aside(path: Path, error: Exception) -> str:
     """Empties a damaged slot, so that the next snapshot is written there and not over one that is whole."""
     empty_slot(path)
     publish({"event": "checkpoint damaged", "path": str(path)})

@@ -32,7 +32,8 @@ from drumline.snapshots.sums import sums
 _HEADER, _CHECKSUM = struct.Struct("=8sQQQI12s"), struct.Struct("=I")
 """Magic, step, size of the data, length and checksum of the seal, token of the ranks that wrote it; then a CHECKSUM."""
 _MAGIC = b"drumline"
-_DATA_AT = 4096
+HEADER_BYTES = 4096
+"""The data begin after that."""
 _PIECE_BYTES = 16 << 20
 _SEAL_BYTES = 64 << 10
 """Room for a seal beyond what it took at first: it grows with the losses and the detours of a run."""
@@ -67,29 +68,50 @@ class Content:
     """Where the tensors are; they last as long as it does."""
 
 
-class Slot:
-    """A slot to write to. It belongs to this process until that ends."""
+class Reserved:
+    """The memory of a slot. It belongs to this process until that ends."""
 
-    def __init__(self, path: Path, layout: Layout, *, device: torch.device) -> None:
+    def __init__(self, path: Path, size: int, *, device: torch.device) -> None:
         """OSError: there is no room for it"""
-        self.path, self.layout = path, layout
+        self.path = path
         self._lock = Lock(path)
         if not self._lock.take():
             self._lock.close()
             raise SlotTakenError(f"another process writes to {path}")
-        checks = 64 * (layout.size // _PIECE_BYTES + 2)
-        room = _SEAL_BYTES + 2 * len(json.dumps(layout.as_json())) + checks
         try:
-            self._memory = Memory(_DATA_AT + layout.size + room, file=path, device=device)
+            self._memory = Memory(size, file=path, device=device)
         except OSError:
             path.unlink(missing_ok=True)
             self._lock.close()
             raise
-        self.data = self._memory.tensor()[_DATA_AT : _DATA_AT + layout.size]
+
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    @property
+    def image(self) -> Tensor:
+        """All of it, as uint8: header, data and seal."""
+        return self._memory.tensor()
 
     def open(self) -> None:
         """From now on the slot holds nothing."""
         self._memory.bytes[: _HEADER.size + _CHECKSUM.size] = bytes(_HEADER.size + _CHECKSUM.size)
+
+    def close(self) -> None:
+        """Another process may write to it. Its content stays."""
+        self._lock.close()
+
+
+class Slot(Reserved):
+    """A slot to write a state to."""
+
+    def __init__(self, path: Path, layout: Layout, *, device: torch.device) -> None:
+        """OSError: there is no room for it"""
+        checks = 64 * (layout.size // _PIECE_BYTES + 2)
+        room = _SEAL_BYTES + 2 * len(json.dumps(layout.as_json())) + checks
+        super().__init__(path, HEADER_BYTES + layout.size + room, device=device)
+        self.layout = layout
+        self.data = self.image[HEADER_BYTES : HEADER_BYTES + layout.size]
 
     def seal(
         self, step: int, token: str, about: dict[str, Any], threads: Executor, summed: list[list[int]] | None = None
@@ -99,10 +121,10 @@ class Slot:
         summed: the sums of what was on a GPU, if that has computed them
         """
         since = self.layout.on_device if summed is not None else 0
-        data = self._memory.bytes[_DATA_AT + since : _DATA_AT + self.layout.size]
+        data = self._memory.bytes[HEADER_BYTES + since : HEADER_BYTES + self.layout.size]
         checks = {"since": since, "sums": summed or [], "pieces": list(threads.map(zlib.crc32, _pieces(data)))}
         seal = json.dumps({"about": about, "tensors": self.layout.as_json(), **checks}).encode()
-        place = self._memory.bytes[_DATA_AT + self.layout.size :]
+        place = self._memory.bytes[HEADER_BYTES + self.layout.size :]
         if len(seal) > len(place):
             raise OSError(f"{len(seal):,} bytes beside the tensors do not fit in {self.path}")
         place[: len(seal)] = seal
@@ -114,10 +136,6 @@ class Slot:
     def bytes(self) -> int:
         """Of the data."""
         return self.layout.size
-
-    def close(self) -> None:
-        """Another process may write to it. Its content stays."""
-        self._lock.close()
 
 
 def read_header(path: Path) -> Header | None:
@@ -138,25 +156,26 @@ def read_header(path: Path) -> Header | None:
     return Header(step, data_bytes, seal_bytes, seal_checksum, token.rstrip(b"\0").decode(errors="replace"))
 
 
-def read_slot(path: Path, threads: Executor, *, device: torch.device) -> Content:
+def read_slot(path: Path, threads: Executor, *, device: torch.device, verify: bool = True) -> Content:
     """What a sealed slot holds; DamagedError if it is not what was sealed.
 
-    device: where the tensors are to be copied to
+    device: where the tensors are to be copied to; verify: also the data, which another process may have done
     """
     header = read_header(path)
     size = path.stat().st_size
-    if header is None or _DATA_AT + header.data_bytes + header.seal_bytes > size:
+    if header is None or HEADER_BYTES + header.data_bytes + header.seal_bytes > size:
         raise DamagedError("it is not as long as it says")
     memory = Memory(size, file=path, device=device)
-    seal = bytes(memory.bytes[_DATA_AT + header.data_bytes :][: header.seal_bytes])
+    seal = bytes(memory.bytes[HEADER_BYTES + header.data_bytes :][: header.seal_bytes])
     if zlib.crc32(seal) != header.seal_checksum:
         raise DamagedError("its seal does not match its checksum")
     sealed = json.loads(seal)
-    data = memory.tensor()[_DATA_AT : _DATA_AT + header.data_bytes]
+    data = memory.tensor()[HEADER_BYTES : HEADER_BYTES + header.data_bytes]
     since = sealed["since"]
-    pieces = threads.map(zlib.crc32, _pieces(memory.bytes[_DATA_AT + since : _DATA_AT + header.data_bytes]))
-    if list(pieces) != sealed["pieces"] or sums(data[:since], device).tolist() != sealed["sums"]:
-        raise DamagedError("its data do not match their checksums")
+    if verify:
+        pieces = threads.map(zlib.crc32, _pieces(memory.bytes[HEADER_BYTES + since : HEADER_BYTES + header.data_bytes]))
+        if list(pieces) != sealed["pieces"] or sums(data[:since], device).tolist() != sealed["sums"]:
+            raise DamagedError("its data do not match their checksums")
     layout = Layout.from_json(sealed["tensors"], header.data_bytes)
     return Content(sealed["about"], layout.views(data), memory)
 

@@ -14,6 +14,7 @@ from drumline.snapshots.copies import Copies
 from drumline.snapshots.folder import Snapshots
 from drumline.snapshots.layout import Layout
 from drumline.snapshots.memory import threads_for_copies
+from drumline.snapshots.remote import Remote
 from drumline.snapshots.schedule import Schedule
 from drumline.snapshots.slots import Slot, SlotTakenError
 
@@ -34,21 +35,24 @@ class Taker:
         device: torch.device,
         token: str,
         every: int | None,
+        remote: Remote | None = None,
         tell: Tell,
     ) -> None:
         """
         place: which part of how many on this host
         token: of these ranks: parts of other ones are not of the same snapshot
         every: steps between snapshots; None: as often as costs little
+        remote: keeps copies on other hosts
         """
         self._snapshots, self._copies, self._device, self._token, self._tell = snapshots, copies, device, token, tell
         self._part, self._parts = place
+        self._remote = remote
         self._schedule = Schedule(every)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._checks = ThreadPoolExecutor(threads_for_copies(), thread_name_prefix="snapshot-check")
         self._slots: list[Slot] = []
         self._prepared: Future[None] | None = None
-        self._under_way: Future[dict[str, Any]] | None = None
+        self._under_way: Future[Any] | None = None
         self._off = False
         self._retry_at = 0.0
 
@@ -56,6 +60,11 @@ class Taker:
         """Whether to take one after this step; rank 0 decides for all ranks."""
         self.poll()
         return self._schedule.is_due(step, free=self._is_free())
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a snapshot is being completed."""
+        return self._under_way is not None
 
     def prepare(self, tensors: dict[str, Tensor], state_bytes: int) -> None:
         """Reserve the memory, in a thread. tensors: this rank's part"""
@@ -71,6 +80,8 @@ class Taker:
         """
         self.poll()
         if not self._is_free():
+            if self._remote:  # other ranks wait for what this one has
+                self._under_way = self._thread.submit(self._remote.exchange, None)
             return
         slot = self._slot_to_write()
         slot.open()
@@ -90,6 +101,8 @@ class Taker:
             self._switch_off(error)
             return
         event = done.result()
+        if event is None:
+            return
         # On a CPU, checksums take time from training as well.
         cost_s = event["stall_s"] + (event["check_s"] if self._device.type == "cpu" else self._copies.device_s)
         self._schedule.measured(cost_s=cost_s, took_s=event["complete_s"])
@@ -105,14 +118,22 @@ class Taker:
     def forget(self) -> None:
         """Give the slots back, with nothing in them; they are made anew for the next snapshot."""
         self.wait()
-        for slot in self._slots:
-            slot.close()
-        self._slots, self._prepared, self._under_way = [], None, None
+        self._give_back()
+        self._under_way = None
         self._snapshots.clear()
 
     def close(self) -> None:
         for threads in (self._thread, self._checks):
             threads.shutdown(wait=False, cancel_futures=True)
+        if self._remote:
+            self._remote.stop()
+
+    def _give_back(self) -> None:
+        for slot in self._slots:
+            slot.close()
+        self._slots, self._prepared = [], None
+        if self._remote:
+            self._remote.close()
 
     def _is_free(self) -> bool:
         prepared = self._prepared is not None and self._prepared.done() and self._prepared.exception() is None
@@ -140,12 +161,21 @@ class Taker:
         began_s: float,
         stall_s: float,
     ) -> dict[str, Any]:
-        summed = bring()
-        copied_s = time.monotonic()
-        slot.seal(step, self._token, about, self._checks, summed)
+        sealed = False
+        try:
+            summed = bring()
+            copied_s = time.monotonic()
+            slot.seal(step, self._token, about, self._checks, summed)
+            sealed = True
+        finally:
+            checked_s = time.monotonic()
+            if self._remote:
+                self._remote.exchange(slot if sealed else None)
         self._forget_other_parts()
         now_s = time.monotonic()
-        times = {"stall_s": stall_s, "copy_s": copied_s - began_s - stall_s, "check_s": now_s - copied_s}
+        times = {"stall_s": stall_s, "copy_s": copied_s - began_s - stall_s, "check_s": checked_s - copied_s}
+        if self._remote:
+            times["send_s"] = now_s - checked_s
         rounded = {name: round(seconds, 4) for name, seconds in {**times, "complete_s": now_s - began_s}.items()}
         return {"event": "snapshot", "step": step, "bytes": slot.bytes, **rounded}
 
@@ -157,9 +187,8 @@ class Taker:
 
     def _switch_off(self, error: BaseException) -> None:
         """Snapshots are disabled while there is no room for them; reported once. They are tried again later."""
-        for slot in self._slots:
-            slot.close()
-        self._slots, self._prepared, self._retry_at = [], None, time.monotonic() + _RETRY_S
+        self._give_back()
+        self._retry_at = time.monotonic() + _RETRY_S
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         if not self._off and not isinstance(error, SlotTakenError):
             self._tell(f"warning: snapshots are disabled: {why}", {"event": "snapshots off", "why": why})
