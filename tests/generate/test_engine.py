@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from drumline.config.model import GPTConfig
 from drumline.generate import engine as engine_module
-from drumline.generate.engine import Engine, Reason, Request, Scored
+from drumline.generate.engine import Engine, Reason, Request, Scored, make_engine
 from drumline.generate.sample import SampleConfig, generate, next_logits
 from drumline.model.gpt import GPT
 
@@ -80,7 +81,7 @@ class Collected:
 
 
 def engine_of(name: str, slots: int, end: int | None = END) -> Engine:
-    return Engine(MODELS[name], slots=slots, context=16, ends=[] if end is None else [end])
+    return make_engine(MODELS[name], slots=slots, context=16, ends=[] if end is None else [end])
 
 
 def alone(name: str, request: Request, end: int | None = END) -> list[int]:
@@ -142,6 +143,28 @@ def test_a_prompt_read_in_pieces_beside_other_texts_gives_the_same_text(
     finish(engine)
     assert [collected(each).ids for each in requests] == [alone(name, each, end=None) for each in requests]
     assert all(len(collected(each).ids) == 40 for each in requests)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompts_of_one_length_that_come_together_are_read_in_one_pass(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, read = engine_of(name, 8), list[int]()
+    whole = engine.slots.begin_together
+
+    def noted(slot: int, texts: Sequence[Sequence[int]]) -> Tensor:
+        read.append(len(texts))
+        return whole(slot, texts)
+
+    monkeypatch.setattr(engine.slots, "begin_together", noted)
+    together = [request([9 + number, 20, 30 + number], max_tokens=6) for number in range(4)]
+    only_read = Request(prompt=[10, 11, 12], settings=SampleConfig(), max_tokens=0, reader=Collected())
+    others = [request([8, 9], max_tokens=6), only_read]
+    for each in [*together, *others]:
+        engine.submit(each)
+    finish(engine)
+    assert read == [4]
+    assert [collected(each).ids for each in together] == [alone(name, each) for each in together]
 
 
 def test_log_probabilities_are_those_of_the_model_for_the_prompt_and_the_text() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drumline.chats import ChatTemplate
-from drumline.generate.engine import Engine, Reason, Request, Scored
+from drumline.generate.engine import Reason, Request, Scored, make_engine
 from drumline.generate.inference import WritingRun
 from drumline.generate.sample import SampleConfig
 from drumline.generate.stops import StoppingText
@@ -17,7 +17,9 @@ class Conversation:
     def __init__(self, run: WritingRun, settings: SampleConfig, *, system: str = "") -> None:
         self._run, self._settings = run, settings
         self._template = ChatTemplate(run.tokenizer, run.folder.path)
-        self._engine = Engine(run.model, slots=1, context=run.context, ends=self._template.ends)
+        self._engine = make_engine(
+            run.model, slots=1, context=run.context, ends=self._template.ends, vocabulary=run.tokenizer.vocab_size
+        )
         self._first = [{"role": "system", "content": system}] if system else []
         self.clear()
 

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from drumline.generate.sample import SampleConfig, choose
-from drumline.generate.slots import make_slots
+from drumline.generate.slots import Slots, enough_memory, make_slots
+from drumline.lazy import room
+from drumline.model import GPT
 
 PROMPT_TOKENS = 256
 """Tokens of prompts that are read between two tokens of the running texts: long prompts do not stall them."""
@@ -78,16 +80,34 @@ class Request:
     generator: torch.Generator = field(default_factory=torch.Generator, init=False)
 
 
+def make_engine(
+    model: nn.Module, *, slots: int, context: int, ends: Sequence[int], vocabulary: int | None = None
+) -> Engine:
+    """An engine for a model where it is: on a GPU, that of a GPT samples there, and runs ahead of its readers.
+
+    slots:      texts at the same time; others wait
+    vocabulary: tokens that may be sampled, the first ones; default: all of them
+    """
+    with enough_memory(slots):
+        if isinstance(model, GPT) and model.token_embedding.weight.is_cuda:
+            engine: Engine = room("decoding").AheadEngine(
+                model, slots=slots, context=context, ends=ends, vocabulary=vocabulary
+            )
+            return engine
+        return Engine(make_slots(model, slots), context=context, ends=ends, vocabulary=vocabulary)
+
+
 class Engine:
     """Gives each of several requests a slot, and all of them a token at a time.
 
-    slots:   texts at the same time; others wait
+    slots:   of the model; other texts wait
     context: tokens that the model can read at once
     ends:    ids that end a text; an empty prompt starts from the first of them
+    vocabulary: tokens that may be sampled, the first ones; default: all of them
     """
 
-    def __init__(self, model: nn.Module, *, slots: int, context: int, ends: Sequence[int]) -> None:
-        self.slots, self.context, self.ends = make_slots(model, slots), context, tuple(ends)
+    def __init__(self, slots: Slots, *, context: int, ends: Sequence[int], vocabulary: int | None = None) -> None:
+        self.slots, self.context, self.ends, self._vocabulary = slots, context, tuple(ends), vocabulary
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []
         """The request in each slot in use."""
@@ -138,17 +158,19 @@ class Engine:
     def step(self) -> None:
         """Let requests join, read some tokens of their prompts, and append a token to each text that is read."""
         self._join()
-        budget = PROMPT_TOKENS
-        for slot, request in enumerate(self._active):
-            if budget <= 0:
-                break
-            if len(request.unread) > 1 or request.in_prompt:
+        budget, slot = PROMPT_TOKENS, 0
+        while slot < len(self._active) and budget > 0:
+            request, together = self._active[slot], self._together(slot, budget)
+            if together > 1:
+                budget -= self._read_together(slot, together)
+            elif len(request.unread) > 1 or request.in_prompt:
                 budget -= self._read(slot, request, budget)
+            slot += together
         self._leave()
         ready = [len(request.unread) == 1 and not request.in_prompt for request in self._active]
         if any(ready):
             ids = [request.unread[-1] for request in self._active]
-            self._append(self.slots.step(ids, ready), ready)
+            self._append(self.slots.step(ids, ready)[:, : self._vocabulary], ready)
             self._leave()
 
     def _join(self) -> None:
@@ -177,14 +199,33 @@ class Engine:
                     self._active[slot] = last
                 request.reader.ended(request.reason, request.end)
 
+    def _together(self, slot: int, budget: int) -> int:
+        """How many texts from this one on have not been read at all, and have one length: one pass reads them."""
+        length = len(self._active[slot].unread)
+        most = budget // length if length > 1 else 1
+        for number, each in enumerate(self._active[slot : slot + most]):
+            if each.in_prompt or len(each.unread) != length or len(each.window) != length:
+                return max(1, number)
+        return max(1, min(most, len(self._active) - slot))
+
+    def _read_together(self, slot: int, together: int) -> int:
+        """Read the prompts of some texts at once, and append the first token to each; returns what was read."""
+        requests = self._active[slot : slot + together]
+        logits = self.slots.begin_together(slot, [request.unread for request in requests])[:, : self._vocabulary]
+        read = sum(len(request.unread) for request in requests)
+        for number, request in enumerate(requests):
+            self._go_on(slot + number, request, logits[number])
+        return read
+
     def _read(self, slot: int, request: Request, budget: int) -> int:
         """Read a piece of a prompt and return its length; after the last one, append the first token."""
         piece, request.unread = request.unread[:budget], request.unread[budget:]
         logits = self.slots.read(slot, piece, every=request.scores_prompt and request.in_prompt)
+        logits = logits[..., : self._vocabulary]
         if logits.dim() == 2:
             following = request.window[len(request.scores) : len(request.scores) + len(piece)]
             scores = logits.float().log_softmax(dim=-1).cpu()
-            request.scores += [_scored(row, id_, request.top) for row, id_ in zip(scores, following, strict=False)]
+            request.scores += scored_tokens(scores, following, request.top)
             logits = logits[-1]
         if not request.unread:
             if request.scores_prompt and request.in_prompt:
@@ -210,7 +251,16 @@ class Engine:
             logits = logits.float().cpu()
             token = choose(logits, request.settings, request.generator)
         scored = Scored(token) if request.top is None else _scored(logits.log_softmax(dim=-1), token, request.top)
-        if token in self.ends:
+        self._accept(request, scored)
+        request.unread = [token]
+        if len(request.window) > self.context:
+            request.window = request.window[-max(1, self.context // 2) :]
+            request.unread = [*request.window]
+            self.slots.clear(slot)
+
+    def _accept(self, request: Request, scored: Scored) -> None:
+        """The next token of a text, which may be its end."""
+        if scored.token in self.ends:
             request.reason, request.end = "stop", None if request.top is None else scored
             return
         request.made += 1
@@ -218,12 +268,12 @@ class Engine:
             request.reason = "stop"
         elif request.made == request.max_tokens:
             request.reason = "length"
-        request.window.append(token)
-        request.unread = [token]
-        if len(request.window) > self.context:
-            request.window = request.window[-max(1, self.context // 2) :]
-            request.unread = [*request.window]
-            self.slots.clear(slot)
+        request.window.append(scored.token)
+
+
+def scored_tokens(logprobs: Tensor, tokens: Sequence[int], top: int | None) -> list[Scored]:
+    """Tokens with their log probabilities, of logprobs (T, V) on the CPU; as many as there are of both."""
+    return [_scored(row, token, top) for row, token in zip(logprobs, tokens, strict=False)]
 
 
 def _scored(logprobs: Tensor, token: int, top: int | None) -> Scored:

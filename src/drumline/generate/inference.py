@@ -5,20 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from drumline.config import Device
-from drumline.data import TokenFile, Tokenizer, open_data, open_tokens
+from drumline.data import TOKENIZER, TokenFile, Tokenizer, open_data, open_tokens
 from drumline.errors import ConfigError
 from drumline.files import DATA, RunFolder, check_code
 from drumline.generate.loading import LoadedRun, load_run
-from drumline.generate.sample import SampleConfig, can_write
+from drumline.generate.sample import SampleConfig, can_write, generate
+from drumline.generate.storing import store_as, store_for_cpu
 from drumline.generate.streaming import sample_text
+from drumline.generate.texts import engine_tokens
+from drumline.mixes import MixTokens, evaluate_run_mix
 from drumline.model import GPT, token_objective
 from drumline.parallel import Place, World, pick_device, pick_dtype
 from drumline.report import preparing, progress_of, to_stderr
+from drumline.stores import in_stores, mirrored
 from drumline.train import Evaluation, Precision, evaluate
 
 
@@ -31,9 +37,11 @@ def evaluate_run(
     tokens = held_out(run, path, data=data, split=split, trusts=trusts)
     context = run.config.model.context
     assert context is not None
-    batches = math.ceil(tokens.windows(context) / batch_size)
+    parts = [tokens] if not isinstance(tokens, MixTokens) else tokens.parts
+    batches = sum(math.ceil(part.windows(context) / batch_size) for part in parts)
+    measure = evaluate if not isinstance(tokens, MixTokens) else partial(evaluate_run_mix, run.config, run.folder)
     with progress_of("evaluating batch", total=batches) as batch_done:
-        evaluation = evaluate(
+        evaluation: Evaluation = measure(
             run.model.to(where),
             token_objective,
             tokens,
@@ -50,7 +58,15 @@ def evaluate_run(
 def held_out(run: LoadedRun, path: Path, *, data: str | None, split: str, trusts: bool) -> TokenFile:
     """The tokens to evaluate a run on: a split of `data`, or of the run's own. path: the run, as the user wrote it"""
     if data is not None:
+        own_data = replace(run.config.data, train_data_path=data, valid_data_path=None)
+        data = mirrored(own_data).train_data_path if in_stores(own_data) else data
         return open_tokens(data, split=split, vocab_size=run.vocab_size, dtype=run.config.data.data_dtype)
+    if run.is_model:
+        raise ConfigError(
+            f"{path} is a model without a run, so it has no held-out text",
+            fix="choose tokens to evaluate on: --data FOLDER or FILE.bin, from drumline prepare TEXT --out FOLDER "
+            f"--tokenizer {path / TOKENIZER}",
+        )
     check_code({name: getattr(run.config.data, name) for name in DATA}, run.folder.path, trusts=trusts)
     with preparing() as progress:
         own = open_data(run.config, run=run.folder, progress=progress)
@@ -70,7 +86,9 @@ def sample_run(
     """The prompt, then the text that the run's newest checkpoint generates, piece by piece."""
     run = writing_run(path, device=device, trusts=trusts)
     yield prompt
-    yield from sample_text(run.model, run.tokenizer, prompt, settings, context=run.context)
+    on_gpu = isinstance(run.model, GPT) and run.model.token_embedding.weight.is_cuda
+    tokens = engine_tokens if on_gpu else generate
+    yield from sample_text(run.model, run.tokenizer, prompt, settings, context=run.context, tokens=tokens)
 
 
 @dataclass(frozen=True)
@@ -91,20 +109,13 @@ def writing_run(path: Path, *, device: Device, trusts: bool = False) -> WritingR
     tokenizer = tokenizer_of(run, path, why="generate text")
     if isinstance(run.model, GPT) and not run.config.model.init_from:
         _cut_padding(run.model, vocab_size=run.vocab_size)
-    model = run.model.to(pick_device(device)).eval()
-    if isinstance(model, GPT) and model.token_embedding.weight.device.type == "cpu":
-        store_by_columns(model)
+    where = pick_device(device)
+    model = _placed(run.model, where)
+    if isinstance(model, GPT) and where.type != "cpu":
+        store_as(model, pick_dtype(run.config.run.dtype, where))
     context = model.config.max_position_embeddings if isinstance(model, GPT) else run.config.model.context
     assert context is not None
     return WritingRun(run.folder, run.step, model, tokenizer, context)
-
-
-def store_by_columns(model: GPT) -> None:
-    """Let the matrices of the blocks lie in memory column by column: with the few rows of a step of generation, a CPU
-    multiplies by them faster. Their values and shapes stay."""
-    for module in model.blocks.modules():
-        if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
 
 
 def _cut_padding(model: GPT, *, vocab_size: int) -> None:
@@ -117,12 +128,28 @@ def _cut_padding(model: GPT, *, vocab_size: int) -> None:
                 table.weight = nn.Parameter(table.weight.detach()[:vocab_size].clone())
 
 
+def scoring_run(run: LoadedRun, path: Path, *, device: Device) -> tuple[nn.Module, Tokenizer]:
+    """The model of a run on a device, and its tokenizer, to judge texts with it. path: as the user wrote it"""
+    tokenizer = tokenizer_of(run, path, why="make tasks of text")
+    return _placed(run.model, pick_device(device)), tokenizer
+
+
+def _placed(model: nn.Module, where: torch.device) -> nn.Module:
+    """The model on a device, for inference in float32 where that is a CPU."""
+    model = model.to(where).eval()
+    if isinstance(model, GPT) and where.type == "cpu":
+        store_for_cpu(model)
+    return model
+
+
 def tokenizer_of(run: LoadedRun, path: Path, *, why: str) -> Tokenizer:
     """The tokenizer of a run whose model is to read or write text; refuses a run that cannot."""
     if run.tokenizer is None:
         raise ConfigError(
-            f"the run {path} has no {run.folder.tokenizer.name}, which is needed to {why}",
-            fix="copy it from the folder of its tokens; if they are .bin files without one, train with --tokenizer",
+            f"{'' if run.is_model else 'the run '}{path} has no {run.folder.tokenizer.name}, which is needed to {why}",
+            fix="copy it from where the model is from; transformers writes one with save_pretrained"
+            if run.is_model
+            else "copy it from the folder of its tokens; if they are .bin files without one, train with --tokenizer",
         )
     if not can_write(run.model):
         raise ConfigError(

@@ -1,13 +1,27 @@
-"""Sampling parameters that are out of range."""
+"""The limits of sampling: which tokens top_k and top_p leave, and sampling parameters that are out of range."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NoReturn
 
+import torch
+from torch import Tensor
+
 from drumline.errors import ConfigError
 
 if TYPE_CHECKING:
     from drumline.generate.sample import SampleConfig
+
+
+def most_likely(scores: Tensor, settings: SampleConfig) -> tuple[Tensor, Tensor]:
+    """What top_k and top_p leave of scores (V), and its ids; what is excluded after that has a score of -inf."""
+    scores, ids = scores.topk(min(settings.top_k or len(scores), len(scores)))  # most likely first
+    if settings.top_p is not None:
+        probabilities = scores.softmax(dim=0)
+        before = probabilities.cumsum(dim=0) - probabilities
+        # The most likely token always stays, however small top_p is.
+        scores = scores.masked_fill(before >= settings.top_p, -torch.inf)
+    return scores, ids
 
 
 def refuse(settings: SampleConfig) -> NoReturn:

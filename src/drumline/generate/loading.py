@@ -14,6 +14,7 @@ from drumline.config import TrainConfig, from_settings
 from drumline.data import Tokenizer
 from drumline.errors import CheckpointError
 from drumline.files import RunFolder, check_code, run_of, stored_config
+from drumline.lazy import room
 from drumline.model import build_model
 from drumline.report import to_stderr
 
@@ -49,12 +50,20 @@ class LoadedRun:
     tokenizer: Tokenizer | None
     vocab_size: int
 
+    @property
+    def is_model(self) -> bool:
+        """Whether it is the folder of a Hugging Face model: there is no run."""
+        return self.folder.path.is_dir() and not self.folder.config.exists()
+
 
 def load_run(path: Path, *, trusts: bool = False) -> LoadedRun:
-    """The newest valid checkpoint of a run, or the checkpoint or exported file at `path`, with model and tokenizer.
+    """The newest valid checkpoint of a run, or the checkpoint, exported file or folder of Hugging Face at `path`, with
+    model and tokenizer.
 
     trusts: run the code that its config names, even if this user has not used it before
     """
+    if (path / "config.json").is_file() and not RunFolder(path).config.exists():
+        return room("huggingface").load_model(path)  # type: ignore[no-any-return]
     run = find_run(path, trusts=trusts)
     for problem in run.warnings:
         to_stderr(f"warning: {problem}")

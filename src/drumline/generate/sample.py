@@ -41,10 +41,15 @@ class SampleConfig:
             refuse(self)
 
 
-def can_write(model: nn.Module) -> bool:
-    """Whether a model returns logits without targets: drumline's own, or one whose forward signature says so."""
-    parameters = inspect.signature(model.forward).parameters
-    return isinstance(model, GPT) or ("targets" in parameters and parameters["targets"].default is None)
+def can_write(model: nn.Module, *, by_all: bool = False) -> bool:
+    """Whether a model returns logits without targets: drumline's own, or one whose forward signature says so.
+
+    Sharded, only if all ranks compute each token.
+    """
+    known = inspect.signature(model.forward).parameters.get("targets")
+    return (by_all or not hasattr(model, "unshard")) and (
+        isinstance(model, GPT) or getattr(known, "default", 0) is None
+    )
 
 
 def generate(
@@ -55,27 +60,28 @@ def generate(
     end_of_text: int | None,
     context: int | None = None,
     use_cache: bool = True,
+    vocabulary: int | None = None,
 ) -> Iterator[int]:
     """Yield the generated ids one by one, until `end_of_text` (not yielded) or `max_tokens`.
 
     An empty prompt starts from end_of_text, or from id 0. A prompt that exceeds the context keeps its end; a text that
     does continues from its last half context, so that the cache is refilled once per half context. Without a cache,
     which only a GPT has, every token is computed from the whole window again: the same text, but slower.
+
+    vocabulary: tokens that may be sampled, the first ones; default: all that the model has rows for
     """
     if isinstance(model, GPT):
         context = model.config.max_position_embeddings
     assert context is not None
-    start = 0 if end_of_text is None else end_of_text
-    window = (prompt_ids or [start])[-context:]
-    unread = window
+    window = unread = (prompt_ids or [end_of_text or 0])[-context:]
     cache = KVCache(model) if use_cache and isinstance(model, GPT) else None
     generator = torch.Generator().manual_seed(settings.seed)
     was_training = model.training
     model.eval()
     try:
         for _ in range(settings.max_tokens):
-            token = choose(next_logits(model, unread, cache), settings, generator)
-            if token == end_of_text:
+            logits = next_logits(model, unread, cache)[:vocabulary]
+            if (token := choose(logits, settings, generator)) == end_of_text:
                 return
             yield token
             window = [*window, token]
@@ -106,12 +112,8 @@ def choose(logits: Tensor, settings: SampleConfig, generator: torch.Generator) -
     scores = logits / max(settings.temperature, 1e-6)  # a smaller one makes no difference, but overflows
     ids: Tensor | None = None
     if settings.top_k is not None or settings.top_p is not None:
-        most = min(settings.top_k or len(scores), len(scores))
-        scores, ids = scores.topk(most)  # most likely first
-    probabilities = scores.softmax(dim=0)
-    if settings.top_p is not None:
-        before = probabilities.cumsum(dim=0) - probabilities
-        # The most likely token always stays, however small top_p is.
-        probabilities = probabilities.masked_fill(before >= settings.top_p, 0.0)
-    drawn = int(torch.multinomial(probabilities, 1, generator=generator))
+        from drumline.generate.limits import most_likely
+
+        scores, ids = most_likely(scores, settings)
+    drawn = int(torch.multinomial(scores.softmax(dim=0), 1, generator=generator))
     return drawn if ids is None else int(ids[drawn])

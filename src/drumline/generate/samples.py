@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from drumline.config import TrainConfig
-from drumline.data import Tokenizer
+from drumline.data import Data
 from drumline.files import RunFolder
 from drumline.generate.sample import SampleConfig, can_write, generate
 from drumline.parallel import own_pulse
 from drumline.report import Records
+from drumline.train import Setup
 
 _TOKENS = 48
 
 
-def write_sample(
-    model: nn.Module, tokenizer: Tokenizer, folder: RunFolder, records: Records, config: TrainConfig, *, step: int
-) -> None:
+def write_sample(config: TrainConfig, data: Data, setup: Setup, records: Records, step: int) -> None:
     """The same prompt and seed at each evaluation: what differs is what the model has learned."""
-    if not can_write(model):
+    model, tokenizer, ids = setup.step.model, data.tokenizer, list[int]()
+    if tokenizer is None or not can_write(model):
         return
-    prompt, ids, end = config.records.sample_prompt, [], tokenizer.end_of_text
-    settings = SampleConfig(max_tokens=_TOKENS, seed=config.run.seed)
-    for token in generate(model, tokenizer.encode(prompt), settings, end_of_text=end, context=config.model.context):
+    prompt, end = tokenizer.encode(config.records.sample_prompt), tokenizer.end_of_text
+    context, settings, vocabulary = config.model.context, settings_for(config), tokenizer.vocab_size
+    for token in generate(model, prompt, settings, end_of_text=end, context=context, vocabulary=vocabulary):
         ids.append(token)
         own_pulse().still_there()
-    records.line(folder.samples, {"step": step, "prompt": prompt, "text": tokenizer.decode(ids)})
+    keep_sample(setup.folder, records, config, step=step, text=tokenizer.decode(ids))
+
+
+def settings_for(config: TrainConfig) -> SampleConfig:
+    return SampleConfig(max_tokens=_TOKENS, seed=config.run.seed)
+
+
+def keep_sample(folder: RunFolder, records: Records, config: TrainConfig, *, step: int, text: str) -> None:
+    records.line(folder.samples, {"step": step, "prompt": config.records.sample_prompt, "text": text})

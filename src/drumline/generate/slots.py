@@ -6,7 +6,8 @@ D d_model, K key/value heads, W head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -33,6 +34,9 @@ class Slots(Protocol):
     def read(self, slot: int, ids: Sequence[int], *, every: bool = False) -> Tensor:
         """Append ids to a slot's text; the logits after the last of them, (V), or after each, (T, V)."""
 
+    def begin_together(self, slot: int, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Read texts of one length from their start into the slots from this one on; the logits after each, (N, V)."""
+
     def step(self, ids: Sequence[int], ready: Sequence[bool]) -> Tensor:
         """Append one id to each of the first slots and return their logits, (A, V). Those not ready stay as they are,
         and their logits mean nothing."""
@@ -40,8 +44,14 @@ class Slots(Protocol):
 
 def make_slots(model: nn.Module, count: int) -> Slots:
     """Slots with a cache for a GPT; any other model computes each token from its whole text."""
+    return CachedSlots(model, count) if isinstance(model, GPT) else RecomputedSlots(model, count)
+
+
+@contextmanager
+def enough_memory(count: int) -> Iterator[None]:
+    """Say what to do where the caches of so many texts do not fit."""
     try:
-        return CachedSlots(model, count) if isinstance(model, GPT) else RecomputedSlots(model, count)
+        yield
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"the caches of {count} texts do not fit into the GPU's memory", fix="use fewer: --slots 1 or more"
@@ -79,14 +89,22 @@ class CachedSlots:
         self._clean = max(self._clean, end)
 
     def read(self, slot: int, ids: Sequence[int], *, every: bool = False) -> Tensor:
-        self._make_room(self._lengths[slot] + len(ids))
-        cache = _SlotCache([room[:, slot : slot + 1] for room in self._rooms], self._lengths[slot])
-        cache.last = self._last[slot : slot + 1]
-        input_ids = torch.tensor([ids], device=self._last.device)
-        hidden = self.model.hidden(input_ids, cache=cache)  # (1, T, D)
-        self._lengths[slot] = cache.length
-        self._last[slot : slot + 1] = cache.last
-        return self.model.logits(hidden[0] if every else hidden[0, -1])
+        hidden = self._read(slot, [ids])[0]
+        return self.model.logits(hidden if every else hidden[-1])
+
+    def begin_together(self, slot: int, texts: Sequence[Sequence[int]]) -> Tensor:
+        return self.model.logits(self._read(slot, texts)[:, -1])
+
+    def _read(self, slot: int, texts: Sequence[Sequence[int]]) -> Tensor:
+        """Append as many ids to each of some slots whose texts have one length: (N, T, D)."""
+        self._make_room(self._lengths[slot] + len(texts[0]))
+        end = slot + len(texts)
+        cache = _SlotCache([room[:, slot:end] for room in self._rooms], self._lengths[slot])
+        cache.last = self._last[slot:end]
+        hidden = self.model.hidden(torch.tensor(texts, device=self._last.device), cache=cache)
+        self._lengths[slot:end] = [cache.length] * len(texts)
+        self._last[slot:end] = cache.last
+        return hidden
 
     def step(self, ids: Sequence[int], ready: Sequence[bool]) -> Tensor:
         model, lengths = self.model, self._lengths[: len(ids)]
@@ -118,7 +136,7 @@ class CachedSlots:
 
 
 class _SlotCache(KVCache):
-    """The cache of one slot, as the model knows it."""
+    """The cache of some slots, as the model knows it."""
 
     def __init__(self, rooms: list[Tensor], length: int) -> None:
         self.layers = [LayerCache(room) for room in rooms]
@@ -166,6 +184,9 @@ class RecomputedSlots:
         device = next(self.model.parameters()).device
         logits: Tensor = self.model(torch.tensor([self._texts[slot]], device=device))[0][0]  # (all tokens, V)
         return logits[-len(ids) :] if every else logits[-1]
+
+    def begin_together(self, slot: int, texts: Sequence[Sequence[int]]) -> Tensor:
+        return torch.stack([self.read(slot + number, text) for number, text in enumerate(texts)])
 
     def step(self, ids: Sequence[int], ready: Sequence[bool]) -> Tensor:
         logits = {slot: self.read(slot, [ids[slot]]) for slot, is_ready in enumerate(ready) if is_ready}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
@@ -13,14 +13,24 @@ from drumline.model import GPT
 
 
 def sample_text(
-    model: nn.Module, tokenizer: Tokenizer, prompt: str, settings: SampleConfig, *, context: int | None
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    prompt: str,
+    settings: SampleConfig,
+    *,
+    context: int | None,
+    tokens: Callable[..., Iterator[int]] = generate,
 ) -> Iterator[str]:
-    """The text that the model generates after the prompt, piece by piece. context: for models other than a GPT"""
+    """The text that the model generates after the prompt, of tokens that the tokenizer has, piece by piece.
+
+    context: for models other than a GPT; tokens: like `generate`
+    """
     decoder = StreamDecoder(tokenizer)
     ids = tokenizer.encode(prompt)
     if isinstance(model, GPT):
         check_prompt(ids, vocab_size=model.config.vocab_size)
-    for token in generate(model, ids, settings, end_of_text=tokenizer.end_of_text, context=context):
+    more = {"end_of_text": tokenizer.end_of_text, "context": context, "vocabulary": tokenizer.vocab_size}
+    for token in tokens(model, ids, settings, **more):
         yield decoder.push(token)
     yield decoder.flush()
 

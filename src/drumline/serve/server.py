@@ -14,7 +14,7 @@ import torch
 from drumline.chats import ChatTemplate
 from drumline.config import Device
 from drumline.errors import ConfigError, MissingExtraError
-from drumline.generate import Engine, writing_run
+from drumline.generate import make_engine, writing_run
 from drumline.network import Endpoint, bound, is_loopback
 from drumline.serve.jobs import Limits, Service
 from drumline.signals import counting
@@ -60,7 +60,8 @@ def serve_run(
     listener = bound(config.host, config.port)
     run = writing_run(path, device=device, trusts=trusts)
     template = ChatTemplate(run.tokenizer, run.folder.path)
-    engine = Engine(run.model, slots=config.slots, context=run.context, ends=template.ends)
+    known = run.tokenizer.vocab_size
+    engine = make_engine(run.model, slots=config.slots, context=run.context, ends=template.ends, vocabulary=known)
     name = run.folder.path.resolve().name
     service = Service(run, engine, template, name=name, limits=config.limits)
     where = Endpoint(config.host, listener.getsockname()[1])
