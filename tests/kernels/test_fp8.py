@@ -33,7 +33,8 @@ from drumline.kernels.fp8_loss import cross_entropy_to_float8_reference, float8_
 from drumline.kernels.gpt import Float8GPT, FusedGPT, check_fp8, with_kernels
 from drumline.model.build import build_model
 from drumline.model.gpt import GPT, FeedForward
-from drumline.model.loss import IGNORED, linear_cross_entropy_reference
+from drumline.model.loss import IGNORED
+from drumline.model.whole_logits import linear_cross_entropy_reference
 from drumline.report.records import read_metrics
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
@@ -311,7 +312,6 @@ MY_MODEL = "drumline.model.gpt:GPT"
         ("--d_ff 3000", "d_ff 3000, not a multiple of 256", "use the model options of --preset modern"),
         ("--dropout 0.1", "dropout 0.1 instead of 0.0", "use the model options of --preset modern"),
         ("--context 1000", "a multiple of 128 tokens, not 1000", "choose another --context, as 1024"),
-        ("--document_mask", "document masks", "drop --document_mask"),
         ("--bitwise", "is not bitwise reproducible", "drop --bitwise"),
         ("--dtype float32", "not float32", "use --dtype bfloat16"),
         (f"--model {MY_MODEL}", f"not for --model {MY_MODEL}", "use --model gpt"),

@@ -10,14 +10,20 @@ from typing import Any
 import pytest
 import torch
 from helpers.interpreted import HAS_TRITON, INTERPRETED, MODERN, WHY_NOT, give_programs_more_rows
+from helpers.ranks import run_ranks
 from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from drumline.config.model import GPTConfig
 from drumline.kernels import gpt as fused_gpt
 from drumline.kernels.gpt import FusedGPT, fits
 from drumline.model.gpt import GPT
 from drumline.model.loss import IGNORED, cross_entropy_reference
+from drumline.optim import muon, muon_owners
 from drumline.optim.muon import Muon
+from drumline.parallel.world import join
 from drumline.snapshots.sums import piece_sums_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -156,6 +162,19 @@ def test_embeddings_smeared_over_the_next_token_equal_the_plain_ones(kernels: Ca
 
 
 @NEEDS_TRITON
+def test_embeddings_are_not_smeared_into_another_document(kernels: Callable[[str], ModuleType]) -> None:
+    ops, draw = kernels("embedding"), torch.Generator().manual_seed(5)
+    for shape in ((3, 20, 96), (9, 2, 64)):
+        documents = torch.randint(2, shape[:2], generator=draw).cumsum(1).to(DEVICE)
+        check(
+            lambda x, weights, documents=documents: ops.smeared(x, weights, documents),
+            lambda x, weights, documents=documents: ops.smeared_reference(x, weights, documents),
+            normal(*shape),
+            normal(shape[2], dtype=torch.float32),
+        )
+
+
+@NEEDS_TRITON
 def test_the_gradient_of_a_row_looked_up_twice_is_the_sum(kernels: Callable[[str], ModuleType]) -> None:
     ops = kernels("embedding")
     ids = torch.tensor([[0, 3, 3], [8, 3, 0]], device=DEVICE)
@@ -209,9 +228,10 @@ def test_a_target_that_is_no_token_makes_the_loss_not_finite(kernels: Callable[[
 
 
 @NEEDS_TRITON
+@pytest.mark.parametrize("masked", [False, True], ids=["causal", "documents"])
 @pytest.mark.parametrize("config", [MODERN, RECIPE], ids=["modern", "recipe"])
 def test_a_fused_gpt_has_the_loss_and_gradients_of_a_plain_one(
-    kernels: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, config: GPTConfig
+    kernels: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, config: GPTConfig, masked: bool
 ) -> None:
     give_programs_more_rows(monkeypatch, kernels("ops"))
     if DEVICE.type == "cpu":  # the interpreter cannot multiply bf16 tiles
@@ -224,10 +244,11 @@ def test_a_fused_gpt_has_the_loss_and_gradients_of_a_plain_one(
         torch.nn.init.normal_(weight, mean=float(weight.dim() == 1), std=0.1)
     plain.load_state_dict(fused.state_dict())
     ids = torch.randint(512, (2, 64), device=DEVICE)
+    documents = (torch.rand(2, 64, device=DEVICE) < 0.1).cumsum(1) if masked else None
     losses, gradients = [], []
     for model in (fused, plain):
         with torch.autocast(DEVICE.type, dtype=torch.bfloat16, enabled=DEVICE.type == "cuda" or model is fused):
-            losses.append(model(ids, targets=ids)[1])
+            losses.append(model(ids, targets=ids, document_ids=documents)[1])
         gradients.append(torch.autograd.grad(losses[-1], list(model.parameters())))
     assert error(*losses) < 0.01
     for (name, _), got, want in zip(plain.named_parameters(), *gradients, strict=True):
@@ -288,6 +309,47 @@ def test_muons_kernels_equal_its_plain_update_and_leave_a_skipped_step_alone(
         assert [optimizer.state[weight]["updates"].item() for weight in weights] == [2.0] * 3
     for ours, plain in zip(*left, strict=True):
         assert error(ours, plain) < EXACT_TO
+
+
+def muon_by_kernels(*, sharded: bool) -> list[Tensor]:
+    """Weights and states after steps of which the second is skipped; of a sharded model, whole."""
+    place: Callable[[Tensor], Tensor] = lambda tensor: tensor  # noqa: E731
+    if sharded:
+        mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        place = lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)])  # noqa: E731
+    shapes = (40, 64), (64, 40), (40, 64), (7, 33), (1, 64)
+    weights = [torch.nn.Parameter(place(normal(*shape, dtype=torch.float32))) for shape in shapes]
+    optimizer: Any = Muon(weights, torch.optim.AdamW([{"params": []}]), lr=0.1, momentum=0.95, weight_decay=0.1)
+    for step in range(3):
+        for number, (weight, shape) in enumerate(zip(weights, shapes, strict=True)):
+            weight.grad = place(
+                normal(shape[0] + number + step, shape[1], dtype=torch.float32)[: shape[0]].contiguous()
+            )
+        optimizer.grad_scale = torch.full((), 4.0, device=DEVICE)
+        optimizer.found_inf = torch.full((), float(step == 1), device=DEVICE)
+        optimizer.step()
+    assert [optimizer.state[weight]["updates"].item() for weight in weights] == [2.0] * len(weights)
+    states = [optimizer.state[weight] for weight in weights]
+    after: list[Any] = [*weights, *(state[name] for state in states for name in ("momentum", "variance"))]
+    return [(each.full_tensor() if sharded else each).detach().cpu() for each in after]
+
+
+def muon_of_owners() -> list[bool]:
+    muon.suits_kernels = lambda matrix: True  # type: ignore[assignment]
+    muon_owners.PRICES = dict.fromkeys(("cpu", "cuda"), muon_owners.Price(0.0, 0.0))
+    torch.use_deterministic_algorithms(True)
+    with torch.backends.mkldnn.flags(enabled=False):
+        alone = muon_by_kernels(sharded=False)
+        join(device="cuda" if DEVICE.type == "cuda" else "cpu", backend="gloo")
+        ways = [muon_by_kernels(sharded=sharded) for sharded in (False, True)]
+    return [torch.equal(one, other) for way in ways for one, other in zip(way, alone, strict=True)]
+
+
+@NEEDS_TRITON
+def test_owners_of_muons_matrices_get_the_bits_of_one_process_by_the_kernels_too() -> None:
+    outcomes = run_ranks(muon_of_owners, [()] * 2)
+    assert [outcome.code for outcome in outcomes] == [0, 0], outcomes[0].err
+    assert all(all(outcome.value) and outcome.value for outcome in outcomes)
 
 
 @NEEDS_TRITON

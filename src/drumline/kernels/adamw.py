@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 _BLOCK = 4096
 
@@ -77,6 +78,11 @@ class OnePassAdamW(torch.optim.AdamW):
         skipped, divisor = vars(self).get("found_inf"), vars(self).get("grad_scale")
         skipped = 1.0 - one if skipped is None else skipped
         torch._foreach_add_(steps, [1.0 - skipped] * len(steps))  # with a tensor instead, the host would wait
+        # Of weights that are spread over ranks, this rank's part.
+        weights, gradients, means, squares = (
+            [each.to_local() if isinstance(each, DTensor) else each for each in whole]
+            for whole in (weights, gradients, means, squares)
+        )
         lists = (weights, gradients, means, squares, steps)
         addresses = tuple(tuple(tensor.data_ptr() for tensor in each) for each in lists)
         table = _table(addresses, tuple(weight.numel() for weight in weights), device)

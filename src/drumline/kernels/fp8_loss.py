@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drumline.kernels import fp8 as f8
-from drumline.model import IGNORED, by_parts, cross_entropy_reference, scaled_gradients
+from drumline.model import IGNORED, WATCHERS, by_parts, cross_entropy_reference, rescaled
 
 
 def float8_linear_cross_entropy(
@@ -39,16 +39,18 @@ class _Float8LinearCrossEntropy(torch.autograd.Function):
             logits = f8.product(rows.straight, matrix.straight, rows.inverse, matrix.inverse, fast=True)  # (n, V)
             loss, gradient = _to_float8(logits, targets[part], softcap=softcap, scale=f8.LOGIT_TOP)
             del logits  # frees memory for the transposed gradient
-            losses.append(loss.sum())
+            losses.append(loss)
             by_hidden[part] = f8.product(gradient, matrix.turned, inverse, matrix.inverse, fast=False)
             share = f8.product(f8.transposed(gradient), rows.turned, inverse, rows.inverse, fast=False)
             by_weight = share if by_weight is None else by_weight.add_(share)
         ctx.save_for_backward(by_hidden, by_weight)
-        return torch.stack(losses).sum()
+        for watcher in WATCHERS:
+            watcher(losses)
+        return torch.stack([part.sum() for part in losses]).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return scaled_gradients(ctx.saved_tensors, gradient)
+        return rescaled(ctx.saved_tensors, gradient)
 
 
 def _to_float8(logits: Tensor, targets: Tensor, *, softcap: float, scale: float) -> tuple[Tensor, Tensor]:

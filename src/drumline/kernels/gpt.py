@@ -33,12 +33,14 @@ class FusedGPT(GPT):
 
     fp8 = False
     """Whether training computes feed-forward and head in float8, where the kernels apply; evaluation never does."""
+    space: int | None = None
+    """Documents that a micro-batch has at most, as whoever knows says for it; None: they are counted, on the device."""
 
     def hidden(self, input_ids: Tensor, *, documents: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         fits_in = input_ids.size(1) <= self.config.max_position_embeddings and input_ids.numel() % _TOKENS_MULTIPLE == 0
         dtype = torch.bfloat16 if _bf16(input_ids.device) else torch.float32
-        if documents is None and cache is None and fits_in and self.is_fused(input_ids.device, dtype):
-            return _hidden(self, input_ids, fp8=self.fp8 and self.training)
+        if cache is None and fits_in and self.is_fused(input_ids.device, dtype):
+            return _hidden(self, input_ids, documents, fp8=self.fp8 and self.training)
         return super().hidden(input_ids, documents=documents, cache=cache)
 
     def look_up(self, input_ids: Tensor, table: Tensor) -> Tensor:
@@ -122,11 +124,12 @@ def check_fp8(config: TrainConfig, device: torch.device) -> None:
     elif config.model.context % _TOKENS_MULTIPLE:
         problem = f"needs a context that is a multiple of {_TOKENS_MULTIPLE} tokens, not {config.model.context}"
         fix = f"choose another --context, as {-(-config.model.context // _TOKENS_MULTIPLE) * _TOKENS_MULTIPLE}"
-    elif config.data.document_mask or config.data.format == "chat":
-        flag = "--document_mask" if config.data.document_mask else "--format chat"
-        problem, fix = "does not support document masks", f"drop {flag}"
     elif config.ranks.bitwise:
         problem, fix = "is not bitwise reproducible, as --bitwise requires", "drop --bitwise"
+    elif config.ranks.shard != "none":
+        problem, fix = "takes all weights at once, which a sharded model does not have", "drop --shard"
+    elif _recomputes(config):
+        problem, fix = "does not recompute activations", "drop --activation_checkpointing"
     elif config.run.dtype not in ("auto", "bfloat16"):
         problem, fix = f"uses bfloat16 for everything else, not {config.run.dtype}", "use --dtype bfloat16"
     elif not has_kernels(device):
@@ -139,22 +142,30 @@ def check_fp8(config: TrainConfig, device: torch.device) -> None:
 def with_kernels(config: TrainConfig, device: torch.device) -> TrainConfig:
     """The config of the model to build: a Float8GPT with --fp8, a FusedGPT where the kernels apply.
 
-    --bitwise only uses operations that are known to be reproducible.
+    --bitwise only uses operations that are known to be reproducible, activations that are computed again are those of
+    a plain GPT, and the kernels take the weights of all layers at once, which --shard gathers one after the other.
     """
     chosen = config.model.model
     if config.run.fp8:
         chosen = _FLOAT8
-    elif chosen == "gpt" and has_kernels(device) and not config.ranks.bitwise:
-        chosen = FUSED
+    elif chosen == "gpt" and has_kernels(device) and not config.ranks.bitwise and not _recomputes(config):
+        whole = config.ranks.shard == "none" or not fits(gpt_config(config.model, vocab_size=1))
+        chosen = FUSED if whole else chosen  # else only its lookup is used, which takes one weight at a time
     return replace(config, model=replace(config.model, model=chosen))
 
 
-def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:
+def _recomputes(config: TrainConfig) -> bool:
+    """The kernels keep few activations, and do not compute them again."""
+    return config.run.activation_checkpointing != "none"
+
+
+def _hidden(model: FusedGPT, input_ids: Tensor, documents: Tensor | None, *, fp8: bool) -> Tensor:
     """Like GPT.hidden: int64 (B, T) -> bf16 (B, T, D).
 
     The output of each part is added to the residual stream by the norm that follows, which has to read it anyway.
     Learned weights of a norm are multiplied into the matrix that follows it.
     """
+    from drumline.kernels.attention import document_attention, document_bounds, documents_in, space_for
     from drumline.kernels.embedding import smeared  # needs Triton, like the next
     from drumline.kernels.ops import add_rms_norm, qkv
     from drumline.kernels.products import linear
@@ -163,7 +174,10 @@ def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:
     rope = model.rope[:, : input_ids.size(1)]
     extra_values = model.extra_values(input_ids)
     x = model.look_up(input_ids, model.token_embedding.weight)  # (B, T, D)
-    x = (x if model.smear is None else smeared(x, model.smear)).flatten(0, 1)  # (N, D)
+    x = (x if model.smear is None else smeared(x, model.smear, documents)).flatten(0, 1)  # (N, D)
+    bounds = None
+    if documents is not None:
+        bounds = document_bounds(documents, space=model.space or space_for(documents_in(documents)))
     feed_forwards = _feed_forwards(model, fp8=fp8)
     delta: Tensor | None = None
     for layer, block in enumerate(model.blocks):
@@ -179,8 +193,11 @@ def _hidden(model: GPT, input_ids: Tensor, *, fp8: bool) -> Tensor:
             rope,
             heads=attention.n_heads,
         )  # 3 x (B, H, T, W)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        attended = linear(y.transpose(1, 2).reshape(x.shape), attention.out.weight)  # (N, D)
+        if bounds is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)  # (B, T, H, W)
+        else:
+            y = document_attention(q, k, v, bounds)
+        attended = linear(y.reshape(x.shape), attention.out.weight)  # (N, D)
         x, normed = add_rms_norm(x, attended)
         delta = feed_forwards[layer](normed)
     normed, weight = add_rms_norm(x, delta)[1], _weight(model.final_norm)

@@ -1,6 +1,7 @@
-"""Triton kernels for the elementwise parts of Muon: one pass before its matmuls and one after.
+"""Triton kernels for the elementwise parts of Muon: passes before its matmuls and one after.
 
-One launch handles all matrices of one shape: the kernel gets their addresses. Whether to skip a step is read on the
+Momenta and weights may be some rows of a matrix; what is normalised is the whole, wherever its rows are from. One
+launch handles all matrices of one shape: the kernel gets their addresses. Whether to skip a step is read on the
 device, so there is no synchronization with the host. muon.py has the plain PyTorch version.
 """
 
@@ -22,7 +23,6 @@ def _look_ahead_kernel(
     gradients,  # int64 (n): addresses of float32 matrices, like the next
     momenta,  # int64 (n); the matrices are written
     ahead,  # bf16 (n, size), written
-    squares,  # float32 (n, blocks), written: sums of squares of what is written
     updates,  # float32: number of previous updates
     divisor,  # float32: divides the gradients
     skipped,  # float32: above 0 to skip the update
@@ -42,7 +42,6 @@ def _look_ahead_kernel(
         tl.store(momentum, m, mask=inside)
     out = (g + (m - g) * mu).to(tl.bfloat16)
     tl.store(ahead + matrix.to(tl.int64) * size + at, out, mask=inside)
-    tl.store(squares + matrix * tl.num_programs(0) + tl.program_id(0), tl.sum(out.to(tl.float32) * out.to(tl.float32)))
 
 
 def muon_look_ahead(
@@ -54,7 +53,7 @@ def muon_look_ahead(
     skipped: Tensor,
     momentum: tuple[float, float, int],
 ) -> Tensor:
-    """Update the momenta; returns Nesterov momentum scaled to singular values of at most 1, bf16 (n, rows, columns).
+    """Update the momenta; returns Nesterov momentum, bf16 (n, rows, columns).
 
     momentum: initial value, final value, and the number of updates in between
     """
@@ -62,16 +61,31 @@ def muon_look_ahead(
     size = shape.numel()
     ahead = torch.empty(len(gradients), *shape, dtype=torch.bfloat16, device=device)
     blocks = triton.cdiv(size, _BLOCK)
-    squares = torch.empty(len(gradients), blocks, dtype=torch.float32, device=device)
     straight = [gradient.contiguous() for gradient in gradients]  # kept alive until the launch
     _look_ahead_kernel[(blocks, len(gradients))](
-        _addresses(straight), _addresses(momenta), ahead, squares, updates, divisor, skipped, *map(float, momentum),
-        size, BLOCK=_BLOCK, num_warps=8,
+        _addresses(straight), _addresses(momenta), ahead, updates, divisor, skipped, *map(float, momentum), size,
+        BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
-    _normalise_kernel[(blocks, len(gradients))](
-        ahead, squares, blocks, size, BLOCK=_BLOCK, BLOCKS=triton.next_power_of_2(blocks), num_warps=8
-    )
     return ahead
+
+
+def muon_normalise(ahead: Tensor) -> None:
+    """Scale whole matrices to singular values of at most 1, in place: bf16 (n, rows, columns)."""
+    size = ahead[0].numel()
+    grid = triton.cdiv(size, _BLOCK), len(ahead)
+    squares = torch.empty(len(ahead), grid[0], dtype=torch.float32, device=ahead.device)
+    _squares_kernel[grid](ahead, squares, size, BLOCK=_BLOCK, num_warps=8)
+    blocks = triton.next_power_of_2(grid[0])
+    _normalise_kernel[grid](ahead, squares, grid[0], size, BLOCK=_BLOCK, BLOCKS=blocks, num_warps=8)
+
+
+@triton.jit
+def _squares_kernel(ahead, squares, size, BLOCK: tl.constexpr):
+    """One program: the sum of squares of BLOCK values of one matrix."""
+    matrix = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(ahead + matrix.to(tl.int64) * size + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(squares + matrix * tl.num_programs(0) + tl.program_id(0), tl.sum(value * value))
 
 
 @triton.jit

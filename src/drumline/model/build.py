@@ -13,14 +13,22 @@ _VOCAB_MULTIPLE = 64
 def build_model(config: TrainConfig, *, vocab_size: int) -> nn.Module:
     """The model of a resolved config, with newly initialized weights; seed torch first."""
     rows = -(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE  # matmuls are faster with round sizes
-    # A model from elsewhere keeps its own: rows that it never had would have logits of 0, more than most others.
-    shape = gpt_config(config.model, vocab_size=(config.model.init_from and config.data.vocab_size) or rows)
+    if config.model.init_from and config.data.vocab_size:
+        # A model from elsewhere keeps its own: rows that it never had would have logits of 0, more than most others.
+        rows = vocab_size = config.data.vocab_size
+    shape = gpt_config(config.model, vocab_size=rows)
     if config.model.model == "gpt":
-        return GPT(shape)
-    from drumline.model.plugin import checked_plugin
+        model: nn.Module = GPT(shape)
+    else:
+        from drumline.model.plugin import plugin_model
 
-    make, options = checked_plugin(config)
-    model: nn.Module = make(shape, **options)
+        model = plugin_model(config, shape)
+    if isinstance(model, GPT):
+        model.vocabulary = vocab_size
+        if config.run.activation_checkpointing != "none":
+            from drumline.model.recomputing import recompute
+
+            recompute(model, config.run.activation_checkpointing)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Build a model whose weights are restored afterwards: to initialize them first takes seconds for nothing."""
+"""Build a model whose weights are restored afterwards, which need not be initialized, or spread over ranks first."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from drumline.lazy import room
 
 _DRAWS = frozenset({Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_})
 
@@ -22,8 +24,15 @@ class _NoDraws(TorchFunctionMode):
         return (args[0] if args else kwargs["tensor"]) if func in _DRAWS else func(*args, **kwargs)
 
 
-def uninitialized(make: Callable[[], nn.Module], device: torch.device) -> tuple[nn.Module, Callable[[], None]]:
-    """A GPT on the device whose weights may be anything, and what initializes them after all."""
+def uninitialized(
+    make: Callable[[], nn.Module], device: torch.device, *, ranks: Any = None
+) -> tuple[nn.Module, Callable[[], None]]:
+    """A GPT on the device whose weights may be anything, and what initializes them after all.
+
+    ranks: the World that it will be spread over, if it will: it has no memory yet
+    """
+    if ranks is not None:
+        return room("sharding").undrawn(make, ranks)  # type: ignore[no-any-return]
     with device, _NoDraws():
         model = make()
 

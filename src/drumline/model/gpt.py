@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from drumline.config import GPTConfig
 from drumline.errors import ConfigError
 from drumline.model.loss import IGNORED, capped, linear_cross_entropy
-from drumline.model.positions import attention_mask_for, merge_documents, one_before, positions, rope_table, rotate
+from drumline.model.positions import attention_mask_for, merge_documents, positions
 
 
 class GPT(nn.Module):
     """A decoder-only transformer."""
 
     rope: Tensor | None
+    vocabulary: int | None = None
+    """Ids that exist: the rows after them only round up the vocabulary, and in eval mode have no logits."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -35,7 +37,11 @@ class GPT(nn.Module):
         learned = config.positions == "learned"
         self.position_embedding = nn.Embedding(config.max_position_embeddings, config.d_model) if learned else None
         # Not persistent: the table is determined by the config, so it is not part of a checkpoint.
-        self.register_buffer("rope", None if learned else rope_table(config), persistent=False)
+        self.register_buffer("rope", None, persistent=False)
+        if not learned:
+            from drumline.model.modern import rope_table
+
+            self.rope = rope_table(config)
         self.smear = nn.Parameter(torch.empty(config.d_model)) if config.smear else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.n_layers))
@@ -88,9 +94,8 @@ class GPT(nn.Module):
         logits = self.logits(hidden)
         if labels is None:
             return logits, None
-        return logits, F.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED
-        )
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        return logits, loss
 
     def hidden(self, input_ids: Tensor, *, documents: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """The residual stream after the last block and the final norm: (B, T) -> (B, T, D)."""
@@ -123,6 +128,8 @@ class GPT(nn.Module):
         x = self.look_up(input_ids, self.token_embedding.weight)
         if self.smear is None:
             return x
+        from drumline.model.modern import one_before
+
         before = one_before(x, documents, last=None if cache is None else cache.last)
         if cache is not None:
             cache.last = x[:, -1:]
@@ -152,7 +159,8 @@ class GPT(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """The output projection (V, D): the token embedding if it is tied."""
-        return self.token_embedding.weight if self.head is None else self.head.weight
+        weight = self.token_embedding.weight if self.head is None else self.head.weight
+        return weight if self.training or self.vocabulary is None else weight[: self.vocabulary]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each block with torch.compile: blocks are identical, so one compilation serves all of them."""
@@ -218,6 +226,8 @@ class CausalSelfAttention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)  # each head's vector to length sqrt(W)
         if rope is not None:
+            from drumline.model.modern import rotate
+
             q, k = rotate(q, rope), rotate(k, rope)  # (B, H, T, W), (B, K, T, W)
         if extra_values is not None:
             v = v + extra_values.type_as(v)

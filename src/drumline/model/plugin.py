@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drumline.config import TrainConfig, plugin_options
+from drumline.config import GPTConfig, TrainConfig, plugin_options
 from drumline.errors import ConfigError
 from drumline.model.gpt import GPT
 from drumline.plugins import check_call, load_plugin
@@ -27,6 +27,13 @@ def checked_plugin(config: TrainConfig) -> tuple[Callable[..., Any], dict[str, A
     make = load_plugin(config.model.model)
     check_call(config.model.model, make, "the shape", flag="model_options", options=options)
     return make, options
+
+
+def plugin_model(config: TrainConfig, shape: GPTConfig) -> nn.Module:
+    """A custom model with newly initialized weights."""
+    make, options = checked_plugin(config)
+    made: nn.Module = make(shape, **options)
+    return made
 
 
 def check_loss(model: nn.Module, config: TrainConfig, *, vocab_size: int) -> None:

@@ -1,7 +1,6 @@
-"""Positions, rotary embeddings, and attention masks.
+"""Positions and attention masks.
 
-Shapes: B sequences, T tokens in this call, S tokens attended to (T plus those in the cache), D width of the residual
-stream, W head width.
+Shapes: B sequences, T tokens in this call, S tokens attended to (T plus those in the cache).
 """
 
 from __future__ import annotations
@@ -9,25 +8,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from drumline.config import GPTConfig
-
-
-def rope_table(config: GPTConfig) -> Tensor:
-    """Cosines and sines of the rotary angles: float32 (2, positions, W / 2), on the CPU: a GPU rounds otherwise."""
-    pairs = torch.arange(0, config.head_width, 2, dtype=torch.float32, device="cpu")  # (W / 2)
-    turns_per_token = 1.0 / (config.rope_theta or 10_000.0) ** (pairs / config.head_width)
-    places = torch.arange(config.max_position_embeddings, dtype=torch.float32, device="cpu")
-    angles = torch.outer(places, turns_per_token)  # (positions, W / 2)
-    return torch.stack((angles.cos(), angles.sin()))
-
-
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Apply rotary embeddings to pairs (i, i + W / 2), as in Llama: (..., T, W)."""
-    cos, sin = rope  # 2 x (T, W / 2)
-    first, second = x.chunk(2, dim=-1)  # 2 x (..., T, W / 2)
-    # A bfloat16 x is rotated in float32: its 8 bits of precision would blur distant positions.
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
 def merge_documents(attention_mask: Tensor | None, document_ids: Tensor | None) -> Tensor | None:
@@ -51,15 +31,6 @@ def positions(input_ids: Tensor, documents: Tensor | None, *, past: int) -> Tens
 def starts(documents: Tensor) -> Tensor:
     """Whether a token is the first of its document: bool (B, T)."""
     return F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-
-
-def one_before(x: Tensor, documents: Tensor | None, *, last: Tensor | None) -> Tensor:
-    """Shift by one token, with zeros before the first of a sequence or document: (B, T, D) -> (B, T, D).
-
-    last: (B, 1, D), from the previous call
-    """
-    before = torch.cat((torch.zeros_like(x[:, :1]) if last is None else last, x[:, :-1]), dim=1)
-    return before if documents is None else before.masked_fill(starts(documents).unsqueeze(2), 0.0)
 
 
 def attention_mask_for(documents: Tensor | None, length: int, *, past: int, device: torch.device) -> Tensor | None:
