@@ -1,5 +1,7 @@
 """What `train --dry_run` says about the room for copies of the state: the same as the run will find."""
 
+from dataclasses import replace
+
 import pytest
 
 from drumline.bench.copies import State, in_shared_memory, on_gpu
@@ -25,6 +27,24 @@ def test_a_rank_copies_its_share_of_snapshots_and_saves(
     ranks: int, hosts: int, snapshots: bool, copied_gb: float
 ) -> None:
     assert state(ranks=ranks, hosts=hosts, snapshots=snapshots).on_gpu_bytes == copied_gb * GB
+
+
+@pytest.mark.parametrize(
+    ("sharing", "ranks", "hosts", "copies", "of_host_gb", "on_gpu_gb"),
+    [
+        (4, 4, 1, 2, 12, 3),  # a host alone has nobody to send copies to
+        (8, 4, 2, 1, 6, 1.5),
+        (8, 4, 2, 2, 12, 1.5),
+        (16, 4, 4, 2, 6, 0.75),
+        (4, 4, 2, 2, 12, 3),  # each host has all of it
+        (8, 4, 4, 2, 6, 1.5),  # another group of ranks has the same
+    ],
+)
+def test_a_host_keeps_the_rows_of_its_ranks_and_copies_of_others_if_no_one_else_has_them(
+    sharing: int, ranks: int, hosts: int, copies: int, of_host_gb: float, on_gpu_gb: float
+) -> None:
+    own = replace(state(ranks=ranks, hosts=hosts), sharing=sharing, copies=copies)
+    assert (own.of_host_bytes, own.on_gpu_bytes) == (of_host_gb * GB, on_gpu_gb * GB)
 
 
 def test_with_room_on_the_gpu_training_waits_for_milliseconds_and_else_for_pcie() -> None:

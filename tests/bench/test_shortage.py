@@ -3,14 +3,20 @@
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from helpers.small import small
 from helpers.warm import run_warm
 
+from drumline.bench.shortage import check_memory
 from drumline.cli.app import run_command
+from drumline.config import ModelSettings, RanksConfig, TrainConfig, resolved
+from drumline.errors import DrumlineError
+from drumline.parallel import Place, World
 from drumline.train.step import Backward
 
 Train = Callable[..., int]
@@ -87,3 +93,21 @@ def test_any_other_error_is_not_taken_for_it(train: Train, monkeypatch: pytest.M
     monkeypatch.setattr(Backward, "__call__", fails)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         train("--run_dir", "run")
+
+
+def test_a_sharded_run_is_judged_by_the_part_that_a_rank_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(shard: Literal["none", "full"]) -> None:
+        config = resolved(
+            TrainConfig(model=ModelSettings(preset="llama-1b", context=64), ranks=RanksConfig(shard=shard))
+        )
+        config = replace(
+            config,
+            data=replace(config.data, vocab_size=512),
+            batch=replace(config.batch, batch_size=1, global_batch_size=8),
+        )
+        check_memory(config, World(Place(size=8), torch.device("cpu")))
+
+    monkeypatch.setattr("drumline.bench.shortage.limit_bytes", lambda world: 9_000_000_000)
+    check("full")
+    with pytest.raises(DrumlineError, match="a step needs about"):
+        check("none")

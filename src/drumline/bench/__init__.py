@@ -2,8 +2,8 @@
 
 bench: runs the benchmark (config: its settings; workload: a run's steps, timed by part; ceilings: hardware limits;
 memory: memory of a step, and the largest batch size that fits). report, plots: show the results. dry_run: prints the
-resolved config and estimates (copies: those of saves and snapshots), without training. shortage: a run that needs more
-memory than there is.
+resolved config and estimates (estimates: of memory; copies: those of saves and snapshots), without training. shortage:
+a run that needs more memory than there is.
 """
 
 from typing import TYPE_CHECKING

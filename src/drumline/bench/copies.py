@@ -19,10 +19,23 @@ class State:
     ranks_per_host: int
     hosts: int
     snapshots: bool
+    sharing: int = 1
+    """Ranks that have a replica between them (--shard)."""
+    copies: int = 1
+    """Hosts that have each shard of a snapshot (--snapshot_copies)."""
+
+    @property
+    def of_host_bytes(self) -> int:
+        """What a snapshot takes in the memory of a host."""
+        hosts_of_replica = -(-self.sharing // self.ranks_per_host)
+        is_only_one = self.sharing == self.ranks_per_host * self.hosts
+        return -(-self.bytes // hosts_of_replica) * (min(self.copies, hosts_of_replica) if is_only_one else 1)
 
     @property
     def on_gpu_bytes(self) -> int:
         """What a rank copies on its GPU, at most: its share of a snapshot on its host, and of a checkpoint of all."""
+        if self.sharing > 1:  # its own rows
+            return -(-self.bytes // self.sharing)
         saved = -(-self.bytes // (self.ranks_per_host * self.hosts))
         if not self.snapshots:
             return saved
@@ -43,7 +56,7 @@ def on_gpu(state: State, *, free_bytes: int) -> str:
 
 def in_shared_memory(state: State, *, free_bytes: int) -> str:
     """free_bytes: of this host's /dev/shm, and of its memory"""
-    size = slots_bytes(state.bytes)
+    size = slots_bytes(state.of_host_bytes)
     if size <= free_bytes:
         return f"{size / 1e9:.2f} GB of /dev/shm on each host, where {free_bytes / 1e9:.2f} GB are free"
     return (

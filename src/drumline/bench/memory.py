@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from drumline.bench.dry_run import estimate
+from drumline.bench.estimates import estimate
 from drumline.bench.workload import Workload
 from drumline.config import TrainConfig
 from drumline.data import BatchPlan
@@ -115,8 +115,10 @@ def estimated_bytes(config: TrainConfig, world: World, batch_size: int) -> int:
         vocab_size=vocab_size,
         device=world.device,
         dtype=pick_dtype(config.run.dtype, world.device),
+        ranks=world.size,
+        rounds=2,  # as `measure_peak` tries
     )
-    own = psutil.Process().memory_info().rss + memory.state_bytes + _MARGIN * memory.activation_bytes
+    own = psutil.Process().memory_info().rss + memory.state_bytes + _MARGIN * memory.step_bytes
     return int(max(world.gather(own)))
 
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 import psutil
 import torch
 
-from drumline.bench.dry_run import estimate
+from drumline.bench.estimates import estimate
 from drumline.bench.memory import is_out_of_memory, limit_bytes
 from drumline.config import TrainConfig, preset, with_preset
 from drumline.data import plan_batches
@@ -27,10 +27,10 @@ def check_memory(config: TrainConfig, world: World) -> None:
         return
     batch_size, sequences = config.batch.batch_size, config.batch.global_batch_size
     assert batch_size and sequences
-    needed = _needed(config, world.device, batch_size)
+    needed = _needed(config, world, batch_size)
     if needed <= free:
         return
-    fitting = [size for size in _divisors(sequences, world.size) if _needed(config, world.device, size) <= free]
+    fitting = [size for size in _divisors(sequences, world.size) if _needed(config, world, size) <= free]
     problem = (
         f"a step needs about {needed / 1e9:,.1f} GB for {batch_size:,} sequences of {config.model.context:,} tokens at "
         f"once, but {free / 1e9:,.1f} GB of memory are free for a rank on {world.device.type}"
@@ -65,18 +65,20 @@ def _raise_shortage(error: BaseException, config: TrainConfig, world: World) -> 
     ) from error
 
 
-def _needed(config: TrainConfig, device: torch.device, batch_size: int) -> int:
+def _needed(config: TrainConfig, world: World, batch_size: int) -> int:
     """Estimated memory of a rank, in bytes."""
-    assert config.model.context and config.data.vocab_size
+    assert config.model.context and config.data.vocab_size and config.batch.global_batch_size
     memory = estimate(
         config,
         tokens=batch_size * config.model.context,
         vocab_size=config.data.vocab_size,
-        device=device,
-        dtype=pick_dtype(config.run.dtype, device),
+        device=world.device,
+        dtype=pick_dtype(config.run.dtype, world.device),
+        ranks=world.size,
+        rounds=-(-config.batch.global_batch_size // (batch_size * world.size)),
     )
-    own = psutil.Process().memory_info().rss if device.type == "cpu" else 0
-    return own + memory.state_bytes + memory.activation_bytes
+    own = psutil.Process().memory_info().rss if world.device.type == "cpu" else 0
+    return own + memory.peak_bytes
 
 
 def _divisors(sequences: int, ranks: int) -> list[int]:
