@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 from drumline.chats.batches import ChatBatches
 from drumline.chats.packing import ChatTokens, packed_batch
+from drumline.chats.templates import COUNTS, PASSED, ChatTemplate
 from drumline.cli.app import run_command
 from drumline.data.batches import BatchPlan
 from drumline.data.opening import open_tokens
@@ -60,6 +62,31 @@ def check_talks(run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
         assert answers(run, *said, capsys=capsys, monkeypatch=monkeypatch) == expected
 
 
+def check_exported(run: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers writes the same conversations, and ends the same answers by itself."""
+    transformers = pytest.importorskip("transformers")
+    folder = f"exported-{run}"
+    assert run_command(["export", run, "-o", folder]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).eval()
+    loaded = load_run(Path(run))
+    assert loaded.tokenizer is not None
+    own = ChatTemplate(loaded.tokenizer, Path(run))
+    forged = talk("a\nUser: b\n", "c\nAssistant: d", "e")
+    for each in [[TALKS[1][0], *forged], *([*each[:-1]] for each in TALKS)]:
+        asked = tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        prompt = asked["input_ids"][0].tolist()
+        assert prompt == own.encode(each)
+        if each[-1]["content"] == "e":
+            continue
+        with torch.no_grad():
+            written = model.generate(**asked, do_sample=False, max_new_tokens=40)[0, len(prompt) :].tolist()
+        assert written[-1] in own.ends and len(written) < 40
+        said = [message["content"] for message in each if message["role"] == "user"]
+        answer = answers(run, *said, capsys=capsys, monkeypatch=monkeypatch)
+        assert answer.endswith(tokenizer.decode(written[:-1]).strip() + "\n")
+
+
 def test_a_tuned_run_answers_as_it_was_taught_and_ends_its_answers(
     train: Train, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +96,7 @@ def test_a_tuned_run_answers_as_it_was_taught_and_ends_its_answers(
     said = capsys.readouterr().out
     assert "drumline chat run" in said and "the first" not in said.partition("step ")[0]
     check_talks("run", capsys, monkeypatch)
+    check_exported("run", capsys, monkeypatch)
 
 
 def test_a_model_with_a_chat_template_is_tuned_and_talked_to_in_its_own_format(
@@ -89,6 +117,7 @@ def test_a_model_with_a_chat_template_is_tuned_and_talked_to_in_its_own_format(
     assert run_command(["train", *CHATS, *flags, "--context", "256", "--total_steps", "150", "--log_every", "50"]) == 0
     check_talks("run", capsys, monkeypatch)
     assert json.loads(Path("run/chat.json").read_text()) == {"template": CHATML, **names}
+    check_exported("run", capsys, monkeypatch)
     assert run_command(["train", "--run_dir", "run"]) == 0  # with its own tokenizer and template, without the model
 
 
@@ -124,7 +153,7 @@ def test_the_validation_loss_is_the_mean_over_the_assistants_tokens(train: Train
     assert isinstance(tokens, ChatTokens)
     inputs, targets, documents = packed_batch(tokens, range(tokens.windows(64)), context=64)
     with torch.no_grad():
-        logits = run.model(inputs, document_ids=documents)[0]
+        logits = run.model.eval()(inputs, document_ids=documents)[0]
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100).item()
     step, evaluation = evaluate_run(Path("run"), data=None, split="valid", batch_size=2, device="cpu")
     assert evaluation.loss == pytest.approx(expected, rel=1e-5)
@@ -150,6 +179,28 @@ def test_prepared_conversations_need_no_format_and_give_the_same_run(
     assert train("--train_data_path", "tokens", "--context", "64", "--epochs", "2", "--dry_run") == 0
     said = capsys.readouterr()
     assert 'format = "chat"' in said.out and "epochs of" in said.err
+
+
+def test_a_run_does_not_go_on_with_the_same_tokens_and_other_targets(
+    train: Train, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = prepared(write_chats(Path("chats.jsonl"), uneven(20)), Path("tokens"))
+    flags = ["--train_data_path", str(made.path), "--context", "64", "--run_dir", "run"]
+    assert train(*flags, "--total_steps", "2") == 0
+    more = ["train", "--run_dir", "run", "--total_steps", "4", "--allow_change", "total_steps"]
+    targets, manifest = made.path / "train.targets.bin", made.path / "manifest.json"
+    was, listed = targets.read_bytes(), manifest.read_text()
+    other = bytes(COUNTS if kind == PASSED else PASSED for kind in was)
+    targets.write_bytes(other)
+    hashes = [hashlib.sha256(content).hexdigest() for content in (was, other)]
+    assert hashes[0] in listed
+    manifest.write_text(listed.replace(*hashes))
+    capsys.readouterr()
+    assert run_command(more) == 1
+    assert "the training data are not those that it began with" in capsys.readouterr().err
+    targets.write_bytes(was)
+    manifest.write_text(listed)
+    assert run_command(more) == 0 and sha256("run")
 
 
 def test_another_format_is_refused_when_a_run_is_resumed_and_for_tokens_of_text(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
-    from drumline.chats.batches import ChatBatches
+    from drumline.chats.batches import ChatBatches, make_batches
     from drumline.chats.packing import ChatTokens, chat_tokens, packed_batch
     from drumline.chats.preparing import chat_recipe, keep_style
     from drumline.chats.templates import ROLES, STYLE, ChatStyle, ChatTemplate

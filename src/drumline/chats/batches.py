@@ -30,6 +30,8 @@ class ChatBatches(TokenBatches):
                 f"{tokens.path} has no tokens of the assistant to train on", fix="use conversations with answers"
             )
         self._scale_of = (-1, 0.0)
+        # The same tokens with other answers in them are other data.
+        self.facts = {"train_data": f"{tokens.sha256}, targets {tokens.targets_sha256}"}
 
     @property
     def short_steps(self) -> int:
@@ -59,3 +61,6 @@ class ChatBatches(TokenBatches):
         return list(
             dict.fromkeys(name for part in parts for name in document_names(self._chats, part.start, part.stop))
         )
+
+
+make_batches = ChatBatches

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from drumline.chats.templates import ENDS, PASSED
-from drumline.data import CheckedTokens, TokenFile
+from drumline.data import CheckedTokens, TokenFile, read_manifest
 from drumline.errors import DataError
-from drumline.files import Parts
+from drumline.files import PartHashes, Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,9 @@ class Segment:
 class ChatTokens(CheckedTokens):
     """Conversations, with what each token is as a target. Both are compared with what was prepared when first read."""
 
+    packer: ClassVar[str] = "chats"
     target_parts: Parts | None = None
+    targets_sha256: str = ""
     _packed: dict[int, list[list[Segment]]] = field(default_factory=dict, repr=False, compare=False)
 
     def read_targets(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
@@ -87,7 +89,7 @@ class ChatTokens(CheckedTokens):
         return sum(int(np.count_nonzero(_targets(self, part))) for window in windows for part in packed[window])
 
 
-def chat_tokens(file: TokenFile, path: Path, hashes: list[int], target_hashes: list[int]) -> ChatTokens:
+def chat_tokens(file: TokenFile, path: Path, hashes: PartHashes, target_hashes: PartHashes) -> ChatTokens:
     """Conversations of a prepared folder. path: of the targets; hashes: of the parts of both files"""
     targets = np.memmap(path, dtype=np.uint8, mode="r")
     if len(targets) != len(file):
@@ -98,7 +100,9 @@ def chat_tokens(file: TokenFile, path: Path, hashes: list[int], target_hashes: l
     parts = Parts(path, targets.data, target_hashes)
     parts.check_some()
     # How many bits the answers take per byte of all messages would say nothing.
-    return ChatTokens.of(replace(file, targets=targets, text_bytes=None), hashes, target_parts=parts)
+    silent = replace(file, targets=targets, text_bytes=None)
+    sha256 = read_manifest(path.parent).files[path.name].sha256
+    return ChatTokens.of(silent, hashes, target_parts=parts, targets_sha256=sha256)
 
 
 def _targets(tokens: ChatTokens, part: Segment) -> npt.NDArray[np.uint8]:
@@ -107,10 +111,12 @@ def _targets(tokens: ChatTokens, part: Segment) -> npt.NDArray[np.uint8]:
     return targets
 
 
-def packed_batch(tokens: Any, windows: Sequence[int], *, context: int) -> tuple[Tensor, Tensor, Tensor]:
+def packed_batch(
+    tokens: Any, windows: Sequence[int], *, context: int, end_of_text: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Windows as (inputs, targets, document ids), each int64 (B, T); targets that do not count are -100.
 
-    tokens: ChatTokens
+    tokens: ChatTokens; end_of_text: there are always document ids, whatever is given
     """
     shape = (len(windows), context + 1)
     ids = np.full(shape, tokens.end_of_text, dtype=np.int64)

@@ -20,7 +20,7 @@ def chat_recipe(recipe: Recipe, tokenizer: str | Path | None) -> Recipe:
     form = ChatTemplate(recipe.tokenizer, style=style).format if recipe.tokenizer else None
     more: dict[str, Any] = {} if form is None else {"format": form}
     corpus = ChatCorpus(**{each.name: getattr(recipe.corpus, each.name) for each in fields(Corpus)}, **more)
-    return ChatRecipe(corpus, recipe.tokenizer, recipe.vocab_size, style=style)
+    return ChatRecipe(corpus, recipe.tokenizer, recipe.vocab_size, fast=False, style=style)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _ChatWriter(TokenWriter):
     def __init__(self, folder: Path, split: str, tokenizer: Tokenizer, style: ChatStyle) -> None:
         super().__init__(folder, split, vocab_size=tokenizer.vocab_size, end_of_text=tokenizer.end_of_text)
         for name in (targets_file(split), STYLE):  # closed, and listed in the manifest, with the others
-            self._paths.append(folder / name)
+            self.paths.append(folder / name)
             self._files.append(open(folder / name, "wb", buffering=1 << 20))  # noqa: SIM115
         self._files[-1].write(style.text().encode())
 

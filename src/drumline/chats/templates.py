@@ -32,6 +32,14 @@ PASSED, COUNTS, ENDS = 0, 1, 2
 before it, and the conversation goes on."""
 _NAMES = {"system": "System", "user": "User", "assistant": "Assistant"}
 ROLES = tuple(_NAMES)
+_PLAIN = (
+    "{% for message in messages %}{% set content = message['content'] | trim"
+    + "".join(f" | replace('\\n{name}:', '\\n {name}:')" for name in _NAMES.values())
+    + " %}{{ message['role'] | capitalize }}: {{ content }}"
+    "{% if message['role'] != 'assistant' or not loop.last or add_generation_prompt %}{{ '\\n' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}Assistant:{% endif %}"
+)
+"""In jinja, what `_plain` writes."""
 _FORGED = re.compile(rf"\n(?=({'|'.join(_NAMES.values())}):)")
 
 
@@ -63,6 +71,11 @@ class ChatStyle:
             return cls(**{name: str(value) for name, value in json.loads(path.read_text(encoding="utf-8")).items()})
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise DataError(f"{path} is damaged: {error}", fix="copy it again, from the folder of the tokens") from None
+
+    @property
+    def jinja(self) -> str:
+        """The template, for other programs."""
+        return self.template or _PLAIN
 
     def text(self) -> str:
         """The content of chat.json."""

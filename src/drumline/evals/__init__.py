@@ -1,6 +1,7 @@
 """A checkpoint -> results of tasks.
 
-scoring: log-likelihoods of continuations, in batches. generating: text until a stop string, in batches. items: tasks
+scoring: log-likelihoods of continuations, in batches (together: by all
+ranks, of a sharded model). generating: text until a stop string, in batches. items: tasks
 made from held-out text. builtin: their results, also during training. harness: tasks of lm-evaluation-harness. results:
 where results go. running: the tasks of one command.
 """

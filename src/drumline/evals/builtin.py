@@ -16,9 +16,11 @@ from drumline.errors import ConfigError, DataError
 from drumline.evals.items import Item, make_items
 from drumline.evals.results import Result, fields_of
 from drumline.evals.scoring import Score, Scorer, scorer_of
+from drumline.evals.together import ShardedScorer
 from drumline.generate import can_write
 from drumline.parallel import Pulse, World, waiting_for
 from drumline.report import Record
+from drumline.sharding import is_sharded
 from drumline.train import Setup
 
 BUILTIN = "builtin"
@@ -117,12 +119,14 @@ def with_tasks(
     """An evaluation that adds the results of the built-in tasks to its record."""
     model, world = setup.step.model, setup.world
     assert data.tokenizer is not None and data.valid is not None
-    if not can_write(model):
+    if not can_write(model, by_all=True):
         raise ConfigError(
             f"eval_tasks needs logits, and {type(model).__name__} returns none without targets",
             fix="let its forward take targets=None and return (logits, loss), or drop --eval_tasks",
         )
     scorer = scorer_of(model, data.tokenizer, config, batch_size=config.batch.batch_size or 1)
+    if is_sharded(model):
+        scorer = ShardedScorer(**vars(scorer), world=world, precision=setup.step.precision)
     valid = data.valid
     items = world.on_all_ranks(lambda: items_for(valid, scorer))
 

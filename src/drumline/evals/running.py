@@ -10,8 +10,8 @@ from drumline.errors import ConfigError
 from drumline.evals.builtin import BUILTIN, items_for, measured
 from drumline.evals.results import Result, store, track
 from drumline.evals.scoring import scorer_of
-from drumline.generate import held_out, load_run, tokenizer_of
-from drumline.parallel import Place, World, pick_device
+from drumline.generate import held_out, load_run, scoring_run
+from drumline.parallel import Place, World
 from drumline.report import progress_of
 
 
@@ -43,8 +43,7 @@ def evaluate_tasks(
 ) -> tuple[int, list[Result], Path | None]:
     """The step of a run's newest checkpoint, its results, and the file that they were written to."""
     run = load_run(path, trusts=trusts)
-    tokenizer = tokenizer_of(run, path, why="make tasks of text")
-    model = run.model.to(pick_device(device))
+    model, tokenizer = scoring_run(run, path, device=device)
     scorer = scorer_of(model, tokenizer, run.config, batch_size=batch_size)
     results: list[Result] = []
     others = [name for name in settings.names if name != BUILTIN]
@@ -66,6 +65,8 @@ def evaluate_tasks(
             own = measured(scorer, items, World(Place(), scorer.device), each_batch=batch_done)
         about = {"limit": settings.limit, "data_sha256": tokens.sha256}
         results += [replace(result, settings=about) for result in own]
+    if run.is_model:
+        return run.step, results, None  # its folder is not ours
     stored = store(results, run.folder, run.step)
     track(results, run.config, run.folder, run.step, trusts=trusts)
     return run.step, results, stored

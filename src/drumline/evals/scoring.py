@@ -67,9 +67,14 @@ class Scorer:
                 each_batch()
         return [scored[index] for index in range(len(pairs))]
 
+    @property
+    def vocabulary(self) -> int:
+        """Ids that a probability is shared among: without those that only round up the model's, as an export does."""
+        return self.vocab_size or self.tokenizer.vocab_size
+
     def known(self, logits: Tensor) -> Tensor:
-        """Without the rows that only round up the vocabulary, as an exported model is: float32 (..., V)."""
-        return logits[..., : self.vocab_size or self.tokenizer.vocab_size].float()
+        """Those of the vocabulary: float32 (..., V)."""
+        return logits[..., : self.vocabulary].float()
 
     def batches(self, pairs: int) -> int:
         return -(-pairs // self.batch_size)

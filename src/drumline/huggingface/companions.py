@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from drumline import __version__
+from drumline.chats import STYLE, ChatStyle, ChatTemplate
 from drumline.config import GPTConfig
 from drumline.data import TOKENIZER, Tokenizer
+from drumline.files import RunFolder
 from drumline.huggingface.families import Family, config_json
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -25,9 +27,10 @@ KEPT = (
 
 
 def write_companions(
-    folder: Path, family: Family, config: GPTConfig, *, dtype: str, tokenizer: Tokenizer | None, kept: Path
+    folder: Path, family: Family, config: GPTConfig, *, dtype: str, tokenizer: Tokenizer | None, run: RunFolder
 ) -> None:
-    """kept: the folder with the files of the model that the run began from, if it began from one"""
+    """run: it has the files of the model that it began from, if it began from one, and how its conversations look"""
+    kept = run.pretrained
     original = read_json(kept / CONFIG) if (kept / CONFIG).exists() else {}
     end = None if tokenizer is None else tokenizer.end_of_text
     ids = {"bos_token_id": end, "eos_token_id": end}
@@ -45,6 +48,24 @@ def write_companions(
     for name in KEPT[1:]:
         if (kept / name).exists():
             shutil.copyfile(kept / name, folder / name)
+    if tokenizer is not None and (run.path / STYLE).is_file():
+        _write_chat(folder, tokenizer, ChatStyle.found(run.path))
+
+
+def _write_chat(folder: Path, tokenizer: Tokenizer, style: ChatStyle) -> None:
+    """How the model is talked to, for `apply_chat_template`, and what ends an answer, for `generate`."""
+    path = folder / "tokenizer_config.json"
+    content = {**read_json(path), "chat_template": style.jinja}
+    if style.template:  # which may write these tokens: as text that the run has seen, or not at all
+        names = {"bos_token": style.bos_token, "eos_token": style.eos_token}
+        content = {name: value for name, value in content.items() if name not in names}
+        content |= {name: token for name, token in names.items() if token}
+    _write(path, content)
+    was = read_json(folder / GENERATION)
+    known = was.get("eos_token_id")
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    ends = list(dict.fromkeys([*known, *ChatTemplate(tokenizer, style=style).ends]))
+    _write(folder / GENERATION, {**was, "eos_token_id": ends if len(ends) > 1 else ends[0]})
 
 
 def _tokenizer_config(tokenizer: Tokenizer, *, context: int) -> dict[str, Any]:

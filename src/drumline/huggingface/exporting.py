@@ -22,7 +22,8 @@ from drumline.huggingface.companions import CONFIG, read_json, write_companions
 from drumline.huggingface.comparing import can_compare, largest_difference, own_logits, text_ids
 from drumline.huggingface.families import OWN, OWN_FILE, native_family
 from drumline.huggingface.tensors import Mapped, mapped
-from drumline.huggingface.weights import DTYPES, SUFFIX, StoredTensors, shards, write_shards
+from drumline.huggingface.weights import DTYPES, shards, write_shards
+from drumline.pieces import reading, stored_in
 
 Read = Callable[[Mapped], Tensor | None]
 """Our tensor of a mapping; None if we have none."""
@@ -65,7 +66,7 @@ def export_run(path: Path, out: Path, *, dtype: str | None, shard_bytes: int, li
     size_bytes = sum(shard.bytes(kind) for shard in every)
     with _aside(out, size_bytes) as aside:
         sha256s = write_shards(every, aside, kind, read=_reader(run, tensors))
-        write_companions(aside, family, config, dtype=dtype, tokenizer=run.tokenizer, kept=run.folder.pretrained)
+        write_companions(aside, family, config, dtype=dtype, tokenizer=run.tokenizer, run=run.folder)
         write_card(
             aside / "README.md",
             name=out.name,
@@ -118,7 +119,7 @@ def _own_dtype(run: FoundRun) -> str:
 def _reader(run: FoundRun, tensors: list[Mapped]) -> Read:
     """Reads our tensors from the checkpoint, one by one; a single file was read as a whole."""
     whole = run.checkpoint.tensors
-    stored = StoredTensors(sorted(run.checkpoint.path.glob(f"model-*{SUFFIX}"))) if whole is None else None
+    stored = stored_in(run.checkpoint.path, "model-") if whole is None else None
 
     def read(each: Mapped) -> Tensor | None:
         if each.fill is not None:
@@ -126,7 +127,8 @@ def _reader(run: FoundRun, tensors: list[Mapped]) -> Read:
         if whole is not None:
             return whole[each.ours]
         assert stored is not None
-        return stored.read(each.ours)
+        with reading(run.checkpoint.path):
+            return stored.read(each.ours)
 
     return read
 

@@ -16,7 +16,16 @@ import tokenizers
 import torch
 from torch import Tensor, nn
 
-from drumline.checkpoint import RunState, checkpoint_paths, commit, load, open_checkpoint, weights
+from drumline.checkpoint import (
+    Checkpoint,
+    RunState,
+    checkpoint_paths,
+    commit,
+    load,
+    load_shares,
+    open_checkpoint,
+    weights,
+)
 from drumline.config import PRETRAINED as PRESET
 from drumline.config import GPTConfig, TrainConfig, to_toml, with_preset
 from drumline.data import Data, Tokenizer, is_tokens
@@ -26,8 +35,9 @@ from drumline.huggingface.companions import CONFIG, KEPT
 from drumline.huggingface.families import sizes
 from drumline.huggingface.sources import Source, Tensors, folder_source, inside, open_source
 from drumline.huggingface.tensors import Mapped, mapped, shapes
-from drumline.huggingface.weights import DTYPES, SUFFIX, StoredTensors, shards, write_shards
+from drumline.huggingface.weights import DTYPES, shards, write_shards
 from drumline.parallel import World, versions
+from drumline.pieces import is_spread, stored_in
 
 _CONTEXT = 1024
 """Models with rotary positions may have a hundred times more positions than a step should have tokens."""
@@ -152,17 +162,23 @@ def _begin(config: TrainConfig, folder: RunFolder, data: Data, say: Callable[[st
 def begin_again(config: TrainConfig, folder: RunFolder, model: nn.Module, world: World) -> None:
     """No valid checkpoint is left: the weights are those of the model that the run began from."""
 
-    def read() -> None:
+    def read() -> Checkpoint | None:
+        if not world.is_rank0:
+            return None
         path = write_model(open_source(str(config.model.init_from)), folder, context=config.model.context or 1)
-        load(open_checkpoint(path), model=model, optimizer=None)
+        return open_checkpoint(path)
 
-    world.on_rank0(read)
+    checkpoint = world.on_all_ranks(read)
+    if is_spread(model.parameters()):
+        load_shares(checkpoint, world, model=model, optimizer=None)
+        return
+    world.on_rank0(lambda: load(checkpoint, model=model, optimizer=None) if checkpoint else None)
     world.broadcast(list(weights(model).values()))
 
 
 def _check_positions(checkpoint: Path, config: TrainConfig) -> None:
     """A model that was imported has all its positions; only one that begins with --init_from can leave some out."""
-    stored = StoredTensors(sorted(checkpoint.glob(f"model-*{SUFFIX}"))).shapes.get("position_embedding.weight")
+    _, stored = stored_in(checkpoint, "model-").shapes.get("position_embedding.weight", (None, None))
     if stored and stored[0] != config.model.context:
         raise ConfigError(
             f"a context of {config.model.context} is not the {stored[0]} that the imported model has learned",
@@ -232,33 +248,41 @@ def import_model(name: str, out: Path) -> tuple[Source, RunFolder]:
 
 def write_model(source: Source, folder: RunFolder, *, context: int) -> Path:
     """The weights as a checkpoint of step 0, and the small files that an export gives back."""
-    tensors = source.tensors()
-    names = checked_names(source, tensors)
-    theirs = {each.ours: each for each in mapped(source.family, source.config)}
+    read = reader(source)
     config = replace(source.config, max_position_embeddings=min(context, source.config.max_position_embeddings))
     own = [Mapped(ours=name, theirs=(name,), shape=s, rows=s[:1]) for name, s in shapes(config).items()]
-
-    def read(each: Mapped) -> Tensor:
-        there = theirs[each.ours]
-        whole = there.to_ours([tensors.read(names[name]) for name in there.theirs])
-        return whole[: each.shape[0]].float()  # positions beyond the context are left out
-
     final = folder.checkpoint(0)
     aside = folder.checkpoints / f".{final.name}.partial"
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
         every = shards(own, torch.float32, largest_bytes=_FILE_BYTES, numbered=True)
-        sha256s = write_shards(every, aside, torch.float32, read=read, indexed=False)
+        sha256s = write_shards(
+            every, aside, torch.float32, read=lambda each: read(each.ours, each.shape), indexed=False
+        )
         files = {name: {"bytes": (aside / name).stat().st_size, "sha256": sha256} for name, sha256 in sha256s.items()}
         # No facts: it fits any data and batch size. A loss scaler, if the run has one, begins anew.
         state = RunState(step=0, facts={}, scaler=torch.amp.GradScaler("cpu").state_dict())
-        commit(aside, final, state, files, about={"versions": versions()}, read_back=True)
-        keep_files(source, folder, dtype=_dtype(tensors))
+        commit(aside, final, state, files, about={"versions": versions()}, later=True)
+        keep_files(source, folder, dtype=_dtype(source.tensors()))
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
     return final
+
+
+def reader(source: Source) -> Callable[[str, tuple[int, ...]], Tensor]:
+    """Reads our tensors by name, each in float32 when it is asked for, without positions beyond its shape."""
+    tensors = source.tensors()
+    names = checked_names(source, tensors)
+    theirs = {each.ours: each for each in mapped(source.family, source.config)}
+
+    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+        there = theirs[name]
+        whole = there.to_ours([tensors.read(names[each]) for each in there.theirs])
+        return whole[: shape[0]].float()
+
+    return read
 
 
 def keep_files(source: Source, folder: RunFolder, *, dtype: str) -> None:
