@@ -16,9 +16,9 @@ SOURCE = Path(drumline.__file__).parent
 # A room may import from those before it. What a run does not need is reached by `room(name)`, where it is asked for.
 ROOMS = """
 lazy errors units plugins signals
-config files data model optim parallel snapshots checkpoint report train
-encoding chats trainer generate huggingface evals kernels network serve watch elastic doctor launch bench reasons
-drill cli
+config files data model optim parallel pieces snapshots checkpoint report train
+encoding packing stores chats mixes sharding trainer generate huggingface evals kernels decoding network serve watch
+elastic doctor launch bench reasons drill cli
 """.split()
 CORE = ROOMS[: ROOMS.index("train") + 1]
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py"))

@@ -21,7 +21,7 @@ MOVED = {
     "drumline.fused_gpt": "drumline.kernels.gpt",
     "drumline.records": "drumline.report.records",
     "drumline.text": "drumline.data.sources",
-    "drumline.text_files": "drumline.data.text_files",
+    "drumline.text_files": "drumline.data.sources",
     "drumline.trackers": "drumline.report.trackers",
 }
 """New locations of modules that configs of earlier versions may refer to."""

@@ -11,12 +11,12 @@ from torch import nn
 from drumline.checkpoint import checkpoints
 from drumline.checkpoint.checkpoints import RunState, commit, open_checkpoint
 from drumline.checkpoint.newest import newest_valid
-from drumline.checkpoint.parts import divide
 from drumline.checkpoint.restoring import load
 from drumline.checkpoint.state import optimizer_state, tensors_of, weights_sha256
 from drumline.checkpoint.storage import FileFacts, write_tensors
 from drumline.errors import CheckpointError
 from drumline.files.run_folder import RunFolder
+from drumline.pieces.planning import divide
 
 
 @pytest.mark.parametrize("parts", [1, 3])

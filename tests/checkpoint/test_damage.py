@@ -18,8 +18,8 @@ from helpers.saved import Tied, flipped, save
 from drumline.checkpoint import checkpoints
 from drumline.checkpoint.checkpoints import open_checkpoint
 from drumline.checkpoint.export import open_single_file, write_single_file
-from drumline.checkpoint.newest import newest_valid
-from drumline.checkpoint.restoring import find, load
+from drumline.checkpoint.newest import find, newest_valid
+from drumline.checkpoint.restoring import load
 from drumline.errors import CheckpointError
 from drumline.files.disk import file_sha256
 from drumline.files.run_folder import RunFolder

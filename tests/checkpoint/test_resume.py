@@ -9,7 +9,8 @@ from helpers.saved import ALONE, save, trained
 
 from drumline.checkpoint.checkpoints import checkpoint_paths, open_checkpoint
 from drumline.checkpoint.export import write_single_file
-from drumline.checkpoint.restoring import find, resume
+from drumline.checkpoint.newest import find
+from drumline.checkpoint.restoring import resume
 from drumline.checkpoint.resuming import check_resume
 from drumline.checkpoint.retention import step_of
 from drumline.errors import CheckpointError

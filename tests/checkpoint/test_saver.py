@@ -199,6 +199,43 @@ def test_a_save_tells_its_bytes_its_stall_and_its_time(tmp_path: Path) -> None:
     assert event["bytes"] > 100 and event["stall_s"] >= 0 and event["written_s"] > 0
 
 
+def test_a_large_save_tells_how_long_copying_writing_and_reading_back_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "_SMALL_BYTES", 0)
+    with telling(RunFolder(tmp_path / "run")) as (saver, reports):
+        saver.save(state(4))
+        saver.wait()
+    event = reports[-1][1]
+    assert {"copy_s", "write_s", "check_s"} <= event.keys() and event["written_s"] >= event["write_s"]
+
+
+def test_a_large_checkpoint_that_the_disk_does_not_have_as_it_was_written_is_set_aside_and_the_one_before_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "_SMALL_BYTES", 0)
+    folder, bad = RunFolder(tmp_path / "run"), list[str]()
+
+    def reached(point: str) -> None:
+        if point == "after the rename" and bad:
+            with next(folder.checkpoint(20).glob("model-*")).open("r+b") as file:
+                file.seek(-1, os.SEEK_END)
+                file.write(b"\x55")
+
+    with telling(folder, reached=reached) as (saver, reports):
+        saver.save(state(10))
+        saver.wait()
+        bad.append("disk")
+        saver.save(state(20))
+        saver.wait()
+        assert reports[-1][1]["event"] == "save failed" and "what is read back" in reports[-1][1]["why"]
+        assert sorted(p.name for p in folder.checkpoints.iterdir()) == ["step-00000010", "step-00000020.damaged"]
+        bad.clear()
+        saver.save(state(21))
+        saver.wait()
+        assert saver.saved_step == 21
+
+
 def test_a_save_that_fails_is_told_at_the_next_step_and_the_checkpoint_before_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from drumline.checkpoint.parts import write_large
-from drumline.checkpoint.restoring import read_tensors, stored_shapes
 from drumline.checkpoint.storage import DTYPES, write_tensors
 from drumline.errors import CheckpointError
 from drumline.files.disk import file_sha256
+from drumline.pieces.folders import read_tensors, stored_shapes
 
 
 def silent(point: str) -> None:

@@ -9,15 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from drumline.cli.app import run_command
+from drumline.config.facts import names_with
 from drumline.config.model import GPTConfig, GPTOptions, ModelSettings
 from drumline.config.options import plugin_options
 from drumline.config.presets import PRESETS, gpt_config, with_preset
 from drumline.config.resolve import resolved
 from drumline.config.resumed import refuse_changes, with_stored_batch
-from drumline.config.settings import BatchConfig, DataConfig, OptimConfig, RunConfig, TrainConfig, names_with
+from drumline.config.settings import BatchConfig, DataConfig, OptimConfig, RunConfig, TrainConfig
 from drumline.config.toml_file import differences, from_settings, read_settings, sections
 from drumline.config.toml_text import to_toml
 from drumline.errors import ConfigError, UsageError
+from drumline.optim import state_size
 from drumline.parallel.agreement import settings as agreed_settings
 
 
@@ -43,6 +45,15 @@ def test_gpt2_presets_have_the_published_shapes() -> None:
     assert shape("gpt2-medium") == shape("modern-medium") == (24, 16, 1024, 1024)
     assert shape("gpt2-large") == shape("modern-large") == (36, 20, 1280, 1024)
     assert shape("gpt2-xl") == shape("modern-xl") == (48, 25, 1600, 1024)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("llama-1b", 1_235_814_400), ("llama-3b", 3_212_749_824), ("llama-8b", 8_030_261_248)],
+)
+def test_llama_presets_have_as_many_parameters_as_the_public_models(name: str, parameters: int) -> None:
+    config = with_preset(TrainConfig(model=ModelSettings(preset=name)))
+    assert state_size(config, vocab_size=config.data.vocab_size or 0).parameters == parameters
 
 
 def test_a_setting_given_by_the_user_beats_the_preset() -> None:

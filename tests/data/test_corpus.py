@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drumline.data import corpus as corpus_module
-from drumline.data import cutting, text_files
+from drumline.data import cutting, sources
 from drumline.data.corpus import Corpus, Label
-from drumline.data.text_files import Document, Reading
+from drumline.data.sources import Document, Reading
 from drumline.errors import ConfigError
 
 
@@ -146,7 +146,7 @@ def test_a_long_document_comes_in_parts_that_end_between_words(tmp_path: Path, m
 
 def test_all_parts_of_the_first_document_are_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cutting, "PART_BYTES", 64)
-    monkeypatch.setattr(text_files, "PART_BYTES", 64)
+    monkeypatch.setattr(sources, "PART_BYTES", 64)
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"{name} line of text\n" * 50)
     splits = parts(Corpus(str(tmp_path), valid_fraction=0.999999))

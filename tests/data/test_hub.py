@@ -11,10 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from drumline.data import sources
+from drumline.data import other_sources, sources
 from drumline.data.other_sources import articles
-from drumline.data.sources import has_split, source_bytes, source_key
-from drumline.data.text_files import Document, Reading
+from drumline.data.sources import Document, Reading, has_split, source_bytes, source_key
 from drumline.errors import DataError, MissingExtraError
 
 WIKITEXT_ROWS = ["", " = One = \n", "", " First . \n", " = = Part = = \n", " more \n", " = Two = \n", " = x \n"]
@@ -133,6 +132,46 @@ def test_any_other_hub_name_gives_one_document_per_row(asked, source, name, conf
     assert texts(source) == [row for row in WIKITEXT_ROWS if row]
     assert asked == [(name, config, {"split": "train", "streaming": False})]
     assert not has_split(source, "validation")
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub that answers: a name is a folder here, read by the package itself; the folder of me/set."""
+    import datasets
+
+    load = datasets.load_dataset
+
+    def load_dataset(name: str, config: str | None, **options: Any) -> Any:
+        return load(str(tmp_path / name), config, cache_dir=str(tmp_path / "cache"), **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(other_sources, "_hub_answers", lambda: True)
+    return tmp_path / "me" / "set"
+
+
+def test_what_is_streamed_are_the_documents_of_the_downloaded_data_set(hub, monkeypatch, tmp_path):
+    for number in range(3):
+        shard(hub, "train", [f"row {number} {row}" for row in range(300)], number=number, of=3)
+    streamed = list(documents("me/set"))
+    assert not list(tmp_path.rglob("*.arrow")), "nothing is kept on disk"
+    monkeypatch.setattr(other_sources, "_hub_answers", lambda: False)
+    assert streamed == list(documents("me/set")) and len(streamed) == 900
+    assert streamed[300] == Document("me/set/train:301", "row 1 0")
+
+
+def test_the_first_documents_do_not_wait_for_a_download_of_the_rest(hub):
+    shard(hub, "train", ["a"] * 300, of=2)
+    shard(hub, "train", ["c"], number=1, of=2).write_bytes(b"not parquet")
+    coming = documents("me/set")
+    assert next(coming).text == "a"
+    with pytest.raises(DataError, match=r"me/set/train cannot be read after row 256: ") as caught:
+        list(coming)
+    assert "run the same command again" in caught.value.fix
+
+
+def test_a_streamed_data_set_without_the_field_names_its_fields(hub):
+    shard(hub, "train", ["a"])
+    assert refused("me/set", field="content").problem == "me/set/train has no field 'content'; it has: text"
 
 
 def test_a_hub_data_set_without_the_field_names_its_fields(asked):

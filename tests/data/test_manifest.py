@@ -7,7 +7,7 @@ import pytest
 
 from drumline.data.opening import open_tokens, read_manifest
 from drumline.data.tokenizer import Tokenizer
-from drumline.data.tokens import TOKENIZER, FileRecord, Manifest, TokenWriter
+from drumline.data.tokens import TOKENIZER, FileRecord, Manifest, TokenWriter, recorded
 from drumline.errors import DataError
 from drumline.files import verified
 
@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     tokenizer.save(tmp_path / TOKENIZER)
     writer = TokenWriter(tmp_path, "train", vocab_size=257, end_of_text=0)
     writer.add("a", [1, 2, 3], text_bytes=3)
-    record, files = writer.close()
+    record, files = writer.close(), recorded(writer.paths)
     files[TOKENIZER] = FileRecord(bytes=(tmp_path / TOKENIZER).stat().st_size, sha256=tokenizer.sha256)
     splits = {"train": record}
     Manifest(

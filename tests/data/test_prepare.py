@@ -35,7 +35,6 @@ def source(tmp_path: Path) -> str:
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_module, "BATCH_BYTES", 1000)
-    monkeypatch.setattr(prepare_module, "ENCODING_BYTES", 5000)
     monkeypatch.setattr(prepare_module, "REPORT_BYTES", 1000)
 
 
@@ -200,29 +199,6 @@ def test_progress_ends_with_all_of_the_source_and_all_of_the_text(source: str, t
         text_bytes(made),
     )
     assert len(reports) > 5
-
-
-def test_no_more_text_is_being_encoded_than_was_promised(
-    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = written = most = 0
-    plain_batches: Callable[..., object] = prepare_module._batches
-
-    def counted(*arguments: object) -> object:
-        nonlocal taken, most
-        for batch in plain_batches(*arguments):  # type: ignore[attr-defined]
-            most = max(most, taken - written)
-            taken += batch.text_bytes
-            yield batch
-
-    def note(progress: Progress) -> None:
-        nonlocal written
-        written = progress.text_bytes if progress.stage == "encoding" else 0
-
-    monkeypatch.setattr(prepare_module, "_batches", counted)
-    small(source, tmp_path / "out", progress=note)
-    assert taken == written > 3 * 5000
-    assert 3000 < most <= 5000
 
 
 def test_ctrl_c_leaves_nothing_behind(source: str, tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from helpers.reading import documents, refused, texts
 
+from drumline.cli.app import run_command
 from drumline.config import DataConfig
 from drumline.data.corpus import Corpus
 from drumline.data.other_sources import data_note
-from drumline.data.sources import has_split, source_bytes, source_key
-from drumline.data.text_files import Document, Reading, Skipped
+from drumline.data.sources import Document, Reading, Skipped, has_split, source_bytes, source_key
 from drumline.errors import ConfigError
 
 
@@ -141,6 +141,24 @@ def test_a_function_gives_documents_and_strings(here):
 def test_a_source_that_is_not_there_is_told_what_to_write_instead(here, source, fix):
     tree(here, "corpus/train.txt", "pictures/a.png")
     assert fix in refused(source).fix
+
+
+@pytest.mark.parametrize(
+    ("source", "shown", "fix"),
+    [
+        ("https://example.org/a.jsonl.gz?sig=secret", "https://example.org/a.jsonl.gz is a URL", "curl -LO"),
+        ("s3://me:secret@bucket/text", "s3://bucket/text is a URL", "aws s3 cp --recursive s3://bucket/text text"),
+        ("gs://bucket/*.jsonl", "gs://bucket/*.jsonl is a URL", "gcloud storage cp -r gs://bucket/*.jsonl text"),
+        ("az://books/text", "az://books/text is a URL", "download-batch -s books -d text"),
+        ("hf://datasets/OWNER/NAME@main/data", "is a URL", "use its name, which is streamed: OWNER/NAME"),
+        ("hf://OWNER/NAME", "is a URL", "hf download OWNER/NAME"),
+    ],
+)
+def test_text_behind_a_url_is_refused_with_the_command_that_copies_it(here, source, shown, fix, capsys):
+    assert run_command(["prepare", source, "--out", "out"]) == 1
+    error = capsys.readouterr().err
+    assert shown in error and fix in error and "secret" not in error and error.count("\n") == 2
+    assert list(here.iterdir()) == []
 
 
 def test_a_source_without_any_document_is_refused_with_the_first_reason(tmp_path):

@@ -17,8 +17,8 @@ from helpers.reading import documents, refused, texts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drumline.data import cutting, structured_files, text_files
-from drumline.data.text_files import Document, Skipped
+from drumline.data import cutting, sources, structured_files
+from drumline.data.sources import Document, Skipped
 
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.ZstdCompressor().compress}
 
@@ -60,7 +60,7 @@ def test_a_long_file_is_one_document_read_in_parts_of_a_mebibyte(tmp_path, packi
 def test_the_parts_of_a_file_joined_are_the_file(tmp_path_factory, text, packing):
     source = write(tmp_path_factory.getbasetemp() / f"parts.txt{packing}", PACK[packing](text.encode() + b"."))
     with (
-        mock.patch.object(text_files, "PART_BYTES", 8),
+        mock.patch.object(sources, "PART_BYTES", 8),
         mock.patch.multiple(cutting, PART_BYTES=8, LONGEST_LINE_BYTES=20),
     ):
         parts = texts(source)

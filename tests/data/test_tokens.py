@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from drumline.data.opening import document_names, has_tokens, open_tokens
 from drumline.data.tokenizer import Tokenizer
-from drumline.data.tokens import TOKENIZER, FileRecord, Manifest, TokenWriter, is_tokens
+from drumline.data.tokens import TOKENIZER, FileRecord, Manifest, TokenWriter, is_tokens, recorded
 from drumline.errors import DataError
 
 TOKENS = Tokenizer.train(["the beat of the drum"], vocab_size=257)
@@ -22,7 +22,7 @@ def write_folder(folder: Path, documents: list[tuple[str, list[int]]], *, vocab_
     writer = TokenWriter(folder, "train", vocab_size=vocab_size, end_of_text=0)
     for name, ids in documents:
         writer.add(name, ids, text_bytes=3)
-    record, files = writer.close()
+    record, files = writer.close(), recorded(writer.paths)
     files[TOKENIZER] = FileRecord(bytes=(folder / TOKENIZER).stat().st_size, sha256=TOKENS.sha256)
     Manifest(
         drumline_version="1",
@@ -149,7 +149,7 @@ def test_an_unknown_version_of_the_header_is_refused(tmp_path: Path) -> None:
 def test_a_foreign_token_outside_the_vocabulary_is_named_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drumline.data.opening.SCAN_TOKENS", 4)
+    monkeypatch.setattr("drumline.data.foreign.SCAN_TOKENS", 4)
     path = write_raw(tmp_path / "x.bin", [0, 1, 2, 3, 4, 5, 300, 301])
     with pytest.raises(DataError, match=r"token 300 at position 6 of .*x\.bin is outside the vocabulary of 300"):
         open_tokens(path, vocab_size=300)

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drumline.cli.app import run_command
-from drumline.data import corpus, cutting, preparing, text_files
+from drumline.data import corpus, cutting, preparing, sources
 from drumline.data.corpus import Corpus
 from drumline.data.opening import document_names, open_tokens
 from drumline.data.preparing import Recipe, prepare
-from drumline.data.text_files import Document
+from drumline.data.sources import Document
 from drumline.data.tokenizer import END_OF_TEXT, Tokenizer
 from drumline.errors import DataError
 
@@ -26,7 +26,7 @@ TOKENIZER = Tokenizer.train([BOOK], vocab_size=400)
 
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (cutting, text_files):
+    for module in (cutting, sources):
         monkeypatch.setattr(module, "PART_BYTES", 500)
     monkeypatch.setattr(corpus, "LONGEST_DOCUMENT_BYTES", 500)
     monkeypatch.setattr(preparing, "BATCH_BYTES", 700)

@@ -3,8 +3,11 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from drumline.cli.doctor import check_first
 from drumline.config import RunConfig, TrainConfig
@@ -41,7 +44,16 @@ def test_ranks_that_share_cores_are_said_to(monkeypatch: pytest.MonkeyPatch) -> 
     shared = "ranks  3 on 2 cores: they take turns, and --nproc 2 is likely faster"
     for ranks, device, said in (("3", "cpu", [shared]), ("3", "cuda", []), ("2", "cpu", [])):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert advice(TrainConfig(), device=device, total_steps=100) == said
+        step: Any = SimpleNamespace(precision=SimpleNamespace(device=torch.device(device)))
+        assert advice(TrainConfig(), step, total_steps=100) == said
+
+
+def test_copies_of_snapshots_that_are_no_shards_are_said_to_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    step: Any = SimpleNamespace(precision=SimpleNamespace(device=torch.device("cuda")))
+    (said,) = advice(TrainConfig(run=RunConfig(snapshot_copies=2)), step, total_steps=100)
+    assert said.startswith("note: --snapshot_copies does nothing without --shard")
 
 
 def test_far_more_ranks_than_cores_are_refused_before_they_start(

@@ -37,6 +37,22 @@ def test_all_kinds_of_faults_in_one_drill_cost_nothing_but_time(
     assert "final weights equal to the reference run's" in said and said.endswith("passed: no work was lost\n")
 
 
+@pytest.mark.needs_shm
+@pytest.mark.long
+def test_a_sharded_run_withstands_a_drill_with_the_weights_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("subprocess.Popen", Warm)
+    monkeypatch.setattr("drumline.drill.drill._STEPS_PER_FAULT", 30)
+    words = f"drill --shard full --faults kill,stop,corrupt,nan --minutes 0.1 --seed 1 --folder {tmp_path / 'drill'}"
+    assert run_command(words.split()) == 0
+    report = json.loads((tmp_path / "drill/drill.json").read_text())
+    assert report["held"] and report["weights_sha256"] == report["undisturbed_sha256"]
+    config = (tmp_path / "drill/disturbed/config.toml").read_text()
+    assert 'shard = "full"' in config and len(report["outcomes"]) == 4
+
+
 @pytest.mark.parametrize(
     "harm",
     [{"weights_sha256": "b"}, {"named": False}, {"noticed_s": None}, {"again_s": None}, {"lost_steps": None}],
@@ -64,6 +80,7 @@ def test_a_drill_that_did_not_hold_exits_with_a_code_of_its_own(
     [
         (["--faults", "kill,flood"], "'flood' is not a fault"),
         (["--ranks", "1"], "1 rank"),
+        (["--ranks", "3", "--shard", "full"], "cannot divide its 4 micro-batches among 3 ranks"),
         (["--minutes", "0"], "0 minutes"),
         (["--folder", "/dev/null/drill"], "/dev/null/drill cannot be made (Not a directory)"),
     ],

@@ -115,6 +115,28 @@ def test_a_host_that_dies_and_comes_back_is_done_without_and_taken_in_again(
     assert "everything is saved" in one.said  # host a was asked, and no step was lost
 
 
+OWN_MEMORY = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+
+
+def test_a_host_that_dies_with_its_shards_costs_no_more_than_a_rank_if_another_has_copies(
+    hosts: tuple[Host, Host], tmp_path: Path, text: Path
+) -> None:
+    run = tmp_path / "run"
+    flags = small("--train_data_path", str(text), "--global_batch_size", "16", "--total_steps", "100000")
+    flags += ["--save_every", "100000", "--eval_every", "100000", "--log_every", "1", "--run_dir", str(run)]
+    flags += ["--shard", "full", "--snapshot_every", "5", "--snapshot_copies", "2", "--nproc", "1", "--nnodes", "1:2"]
+    enter = ["unshare", "--mount", "sh", "-c", OWN_MEMORY, "sh"]
+    command = [*enter, sys.executable, "-m", "drumline", "train", *flags, *ENDPOINT]
+    one, two = (host.start(command, cwd=tmp_path, env={"OMP_NUM_THREADS": "1"}) for host in hosts)
+    wait(lambda: step(run) > 30, "some snapshots", one, two)
+    kill(hosts[1])
+    reached = step(run)
+    wait(lambda: "resuming from the memory of this host" in one.said, "the copies to be read", one)
+    resumed = int(one.said.split("resuming from the memory of this host (step ")[1].split(")")[0].replace(",", ""))
+    assert resumed > 0 and reached - resumed <= 5 + 2
+    goes_on(run, one)
+
+
 def test_a_host_whose_link_falls_silent_ends_its_ranks_and_comes_back_when_it_can(
     hosts: tuple[Host, Host], train: Callable[..., Started], tmp_path: Path
 ) -> None:

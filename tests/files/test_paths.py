@@ -13,6 +13,7 @@ from drumline.files.runs import run_of
 SOURCE = Path(drumline.__file__).parent
 ELSEWHERE = {
     "data/tokens.py": {"tokenizer.json"},  # of prepared data
+    "encoding/journal.py": {".lock"},  # of data that are being prepared
 }
 NAMES = {path.name for path in vars(RunFolder(Path("run"))).values() if isinstance(path, Path)} - {"run", "tensorboard"}
 MODULES = sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "files/run_folder.py")

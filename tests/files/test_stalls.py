@@ -70,7 +70,7 @@ def test_the_end_of_a_run_says_what_saves_and_snapshots_have_cost_if_it_is_much(
 
     folder, told = run_with([event("saved", 0), event("saved", 100, stall_s)]), list[tuple[str, dict[str, Any]]]()
     world = World(Place(), torch.device("cpu"))
-    memory = InMemory(world, None, every=0, token="0", tell=lambda *said: told.append(said))
+    memory = InMemory(world, None, torch.nn.Linear(1, 1), every=0, token="0", tell=lambda *said: told.append(said))
     memory.forget(folder)
     memory.close()
     says = "note: saves and snapshots held up training for 2.5% of its time; "

@@ -95,10 +95,12 @@ def _run_ranks(
             process.join()
 
 
-def train_ranks(size: int, *flags: str, last: Sequence[str] = ()) -> list[Outcome]:
+def train_ranks(
+    size: int, *flags: str, last: Sequence[str] = (), environ: dict[str, str] | None = None
+) -> list[Outcome]:
     """`drumline train` with these flags on every rank; `last` are more flags for the last rank alone."""
     arguments = [["train", *flags, *(last if rank == size - 1 else ())] for rank in range(size)]
-    return run_ranks(_command, [(argv,) for argv in arguments])
+    return run_ranks(_command, [(argv,) for argv in arguments], environ=environ)
 
 
 def _command(argv: list[str]) -> int:

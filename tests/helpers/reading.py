@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from drumline.data import sources
-from drumline.data.text_files import Document, Reading
+from drumline.data.sources import Document, Reading
 from drumline.errors import DataError
 
 

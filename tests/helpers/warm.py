@@ -61,6 +61,11 @@ class Warm(subprocess.Popen[Any]):
         self._host, self._cold, self._forked = host, cold, True
         super().__init__(args, **more)
 
+    def __exit__(self, kind: Any, *rest: Any) -> None:
+        if kind is not None:  # a test that fails or is skipped does not wait for what it has started
+            self.kill()
+        super().__exit__(kind, *rest)
+
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:  # type: ignore[override]
         # As in subprocess: cwd and env, and the ends of the three pipes, of which the child has every other one.
         cwd, env, session = rest[4], rest[5], rest[20]

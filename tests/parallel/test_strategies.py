@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from drumline.data.batches import BatchPlan
-from drumline.parallel.bitwise import Bitwise, _blocks, _finish, _span, _Tree
+from drumline.parallel.bitwise import Bitwise, SumTree, _blocks, _span, summed
 from drumline.parallel.strategies import Plain, Strategy, make_strategy
 from drumline.parallel.world import Place, World, join, leave
 
@@ -18,22 +18,22 @@ def test_the_tree_gives_the_same_bits_for_any_number_of_ranks(leaves: int, world
     world_size = min(leaves, world_size)
     generator = torch.Generator().manual_seed(seed)
     values = [torch.randn(5, generator=generator) * 10.0**power for power in torch.randint(-9, 9, (leaves,)).tolist()]
-    whole = _finish({(index, 1): value for index, value in enumerate(values)})
+    whole = summed({(index, 1): value for index, value in enumerate(values)})
     plan = BatchPlan(1, leaves)
     blocks: dict[tuple[int, int], Tensor] = {}
     for rank in range(world_size):
-        tree, share = _Tree(), plan.share(rank, world_size)
+        tree, share = SumTree(), plan.share(rank, world_size)
         for index in share:
             tree.add((index, 1), values[index])
         assert list(tree.blocks) == [_span(block) for block in _blocks(share)]  # what the exchange relies on
         blocks |= tree.blocks
-    assert torch.equal(_finish(blocks), whole)
+    assert torch.equal(summed(blocks), whole)
 
 
 def test_the_order_of_a_sum_matters_which_is_why_there_is_a_tree() -> None:
     values = [torch.tensor([1e8]), torch.tensor([1.0]), torch.tensor([-1e8]), torch.tensor([1.0])]
     assert not torch.equal(
-        _finish(dict(zip(((i, 1) for i in range(4)), values, strict=True))), torch.stack(values).sum(0)
+        summed(dict(zip(((i, 1) for i in range(4)), values, strict=True))), torch.stack(values).sum(0)
     )
 
 

@@ -58,7 +58,7 @@ def chosen(
     monkeypatch.setattr(length, "time", clock)
     monkeypatch.setattr(length, "_train", clock.train)
     monkeypatch.setattr(length, "_TRIAL_S", 4.0)
-    setup: Any = SimpleNamespace(world=SimpleNamespace(on_rank0=lambda function: function(), size=1))
+    setup: Any = SimpleNamespace(initialize=None, world=SimpleNamespace(on_rank0=lambda function: function(), size=1))
     config = TrainConfig(batch=BatchConfig(minutes=minutes, batch_size=8))
     return length._measured(config, setup, clock.evaluator)
 

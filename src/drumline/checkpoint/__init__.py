@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     )
     from drumline.checkpoint.export import carried, open_single_file
     from drumline.checkpoint.in_memory import snapshots_of
-    from drumline.checkpoint.newest import newest_readable, newest_valid, valid_ones
-    from drumline.checkpoint.restoring import check_same_run, load, read_weights, resume
-    from drumline.checkpoint.resuming import check_resume, find_snapshots, has_begun, what_to_resume
-    from drumline.checkpoint.retention import Retention
+    from drumline.checkpoint.newest import is_damage, is_part, newest_readable, newest_valid, set_aside, valid_ones
+    from drumline.checkpoint.restoring import check_same_run, load, load_shares, read_weights, resume
+    from drumline.checkpoint.resuming import check_resume, find_snapshots, has_begun, snapshot_folder, what_to_resume
+    from drumline.checkpoint.retention import Retention, reasons, step_of, valid_loss
     from drumline.checkpoint.saver import Saver
     from drumline.checkpoint.state import weights, weights_fingerprint, weights_sha256
+    from drumline.checkpoint.storage import DTYPES
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -77,10 +77,13 @@ def commit(
     files: FileFacts,
     *,
     about: dict[str, Any],
-    read_back: bool = False,
+    later: bool = False,
     reached: Callable[[str], None] = lambda point: None,
 ) -> Checkpoint:
-    """Turn the files in `aside` into a checkpoint, read back (unless they were) and verified, with one rename."""
+    """Turn the files in `aside` into a checkpoint: verified, and complete with one rename.
+
+    later: the files have been, or will be, read back by who calls this
+    """
     text = (json.dumps({"format": FORMAT, **asdict(state)}, indent=2) + "\n").encode()
     (aside / RUN).write_bytes(text)
     files = {**files, RUN: {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}}
@@ -90,7 +93,7 @@ def commit(
     reached(MANIFEST)
     with ThreadPoolExecutor() as threads:  # a slow disk flushes them in the time of one
         list(threads.map(flush, (aside / RUN, aside / MANIFEST, aside)))
-    verified = open_checkpoint(aside, read=(RUN,) if read_back else None)
+    verified = open_checkpoint(aside, read=(RUN,) if later else None)
     reached("before the rename")
     if final.exists():  # a run that rolled back gets here again
         from drumline.checkpoint.newest import set_aside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -148,6 +149,12 @@ def run_retention(folder: RunFolder) -> Retention:
 
 def _run_folder(run: Path) -> RunFolder:
     folder = RunFolder(run)
+    if re.match(r"[a-z0-9]+:/", str(run)) and not run.exists():
+        raise CheckpointError(
+            f"{str(run).replace(':/', '://', 1)} is in a store, where checkpoints are only listed",
+            fix="verify, export and prune work on the run folder; without one, fetch the run: "
+            "drumline train --checkpoint_store URL --run_dir FOLDER",
+        )
     if not folder.config.exists() and not folder.checkpoints.is_dir():
         raise CheckpointError(f"{run} is not a run", fix="give a run folder; `drumline runs` lists them")
     return folder

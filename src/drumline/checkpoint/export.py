@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
+from tempfile import NamedTemporaryFile
 from typing import Any
 from zipfile import ZipFile, is_zipfile
 
@@ -20,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from drumline.checkpoint.checkpoints import FORMAT, Checkpoint, RunState
-from drumline.checkpoint.restoring import SINGLE_FILE, read_tensors, stored_shapes
+from drumline.checkpoint.newest import SINGLE_FILE
 from drumline.checkpoint.state import weights
 from drumline.checkpoint.storage import kind_of
 from drumline.errors import CheckpointError
 from drumline.files import flush
+from drumline.pieces import reading, stored_in
 
 
 def single_file_name(step: int) -> str:
@@ -38,8 +40,11 @@ def write_single_file(
 
     settings, tokenizer: of its run, if that has any; in the file under the same names
     """
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in stored_shapes(checkpoint.path).items()}
-    read_tensors(tensors, checkpoint.path)
+    stored = stored_in(checkpoint.path)
+    tensors = {name: _room_on_disk(*about, path.parent) for name, about in stored.shapes.items()}
+    with reading(checkpoint.path):
+        for name, tensor in tensors.items():
+            stored.fill(name, tensor)
     run = asdict(checkpoint.state)
     content: dict[str, Any] = {"format": FORMAT, "run": run, "sha256": _sha256(run, tensors)}
     content |= {"settings": settings, "tokenizer": tokenizer}
@@ -56,6 +61,20 @@ def write_single_file(
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def _room_on_disk(dtype: torch.dtype, shape: torch.Size, folder: Path) -> Tensor:
+    """Memory for a tensor that the disk has room for and the host need not have: all of them are saved at once.
+
+    OSError: there is no room
+    """
+    size = shape.numel() * dtype.itemsize
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    with NamedTemporaryFile(dir=folder, prefix=".tensor-") as file:  # what is mapped stays without its name
+        os.posix_fallocate(file.fileno(), 0, size)  # a full disk would kill the process when it writes there
+        memory = torch.from_file(file.name, shared=True, size=size, dtype=torch.uint8)
+    return memory.view(dtype).view(shape)
 
 
 def carried(path: Path) -> dict[str, Any]:

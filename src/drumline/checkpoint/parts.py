@@ -1,13 +1,11 @@
 """One checkpoint in many pieces: each rank that sees the run folder writes a part, several files at the same time.
 
-Files are hashed while they are written, since one thread hashes slower than disks write, and read back one by one.
+Files are hashed while they are written, and read back from the disk once the checkpoint is complete.
 """
 
 from __future__ import annotations
 
 import errno
-import os
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,21 +13,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy
-from torch import Tensor
+from torch import Tensor, nn
 
-from drumline.checkpoint.storage import FileFacts, contents_of, sha256_of, write_file
-from drumline.files import RunFolder
+from drumline.checkpoint.storage import FileFacts, contents_of
+from drumline.errors import ConfigError
+from drumline.files import RunFolder, sha256_on_disk, write_direct
 from drumline.parallel import World
+from drumline.pieces import in_pieces, own_pieces, spread_of, without_writer
 
 _THREADS = 8
-"""Files that are written at the same time, and as many that are hashed."""
+"""Files that are written or read at the same time: one thread hashes slower than disks write."""
 _FILE_BYTES, _FILES = 128 << 20, 32
 """About as much is in one file of each kind, unless that would be more files than these."""
-_FLUSH_BYTES, _SLOW_S = 16 << 20, 1.0
-"""A file is flushed each time so much of it is written, until that takes so long."""
-_READ_BYTES = 32 << 20
-"""Read back and compared at once, by each thread."""
 _PATIENCE_S = 1800.0
 """How long rank 0 waits for other ranks' parts before it gives up a save."""
 
@@ -37,18 +32,19 @@ _PATIENCE_S = 1800.0
 class Parts:
     """Which rank writes which tensors. One per rank, created on all ranks at the same point."""
 
-    def __init__(self, folder: RunFolder, world: World, token: str) -> None:
+    def __init__(self, folder: RunFolder, world: World, token: str, model: nn.Module) -> None:
+        """ConfigError: some of the model is only on ranks that do not see the folder"""
         self._world, self._token = world, token
         self._writers = _ranks_that_see(folder, world, token)
         self.count = len(self._writers)
+        world.on_rank0(lambda: _check_written(folder, model, self._writers))
         self.own = self._writers.index(world.rank) if world.rank in self._writers else None
         """The part that this rank writes; None: its host does not see the run folder."""
 
     def own_tensors(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        if self.own is None:
-            return {}
-        names = divide({name: tensor.nbytes for name, tensor in tensors.items()}, self.count)[self.own]
-        return {name: tensors[name] for name in names}
+        """What this rank writes, by the names of pieces."""
+        own = in_pieces(tensors, self._world.rank)
+        return {name: own[name] for name in own_pieces(tensors, self._world.rank, self._writers)}
 
     def post(self, number: int, outcome: dict[str, Any]) -> None:
         """Tell rank 0 how this rank's part of a save went."""
@@ -67,15 +63,13 @@ class Parts:
         return f"saved/{self._token}/{number}/{rank}"
 
 
-def divide(sizes: dict[str, int], parts: int) -> list[list[str]]:
-    """Names distributed so that parts have about the same size; the same on every rank."""
-    dealt: list[list[str]] = [[] for _ in range(parts)]
-    load = [0] * parts
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        lightest = load.index(min(load))
-        dealt[lightest].append(name)
-        load[lightest] += sizes[name]
-    return dealt
+def _check_written(folder: RunFolder, model: nn.Module, writers: list[int]) -> None:
+    lost = without_writer(map(spread_of, model.parameters()), writers)
+    if lost:
+        raise ConfigError(
+            f"rank {lost[0]} does not see {folder.path}, and no rank that does has the same shards of the model",
+            fix="put --run_dir on a disk that all hosts share, or use --shard with the number of ranks on a host",
+        )
 
 
 def _ranks_that_see(folder: RunFolder, world: World, token: str) -> list[int]:
@@ -98,46 +92,35 @@ def write_large(
     """As storage.write_tensors. state_bytes: of all parts together"""
     files = max(1, min(_FILES, round(state_bytes / parts / 2 / _FILE_BYTES)))
     contents = contents_of(tensors, folder, part=part, parts=parts, files=files)
-    buffers = threading.local()
+    sizes = {path: sum(map(len, chunks)) for path, chunks in contents.items()}
 
-    def write(path: Path) -> int:
-        size = write_file(path, contents[path], reached, after=_Flushing())
-        if not hasattr(buffers, "own"):
-            # Once: new pages cost more than reading into them. And no larger than needed: the allocator keeps them.
-            buffers.own = memoryview(bytearray(min(_READ_BYTES, size)))
-        _read_back(path, contents[path], buffers.own)
-        return size
+    def write(path: Path) -> tuple[int, str]:
+        return write_direct(path, contents[path], before=_points(path.name, sizes[path], reached))
 
     # The largest first, or the others would have nothing to do while one of them is written at the end.
-    paths = sorted(contents, key=lambda path: -sum(map(len, contents[path])))
-    with ThreadPoolExecutor(_THREADS) as writers, ThreadPoolExecutor(_THREADS) as hashers:
-        written, hashes = writers.map(write, paths), hashers.map(sha256_of, (contents[path] for path in paths))
-        facts = zip(paths, written, hashes, strict=True)
-        return {path.name: {"bytes": size, "sha256": sha256} for path, size, sha256 in facts}
+    paths = sorted(contents, key=lambda path: -sizes[path])
+    with ThreadPoolExecutor(_THREADS) as threads:
+        written = threads.map(write, paths)
+        return {path.name: {"bytes": n, "sha256": sha256} for path, (n, sha256) in zip(paths, written, strict=True)}
 
 
-class _Flushing:
-    """Lets the disk work while a file is being written, not only at its end; one that is slow is not asked again."""
+def _points(name: str, size: int, reached: Callable[[str], None]) -> Callable[[int], None]:
+    """Names the points of a file's writing, from how much of it is written."""
+    before = 0
 
-    def __init__(self) -> None:
-        self._flushed_bytes, self._slow = 0, False
+    def at(written: int) -> None:
+        nonlocal before
+        for point, end in ((f"half of {name}", size // 2 + 1), (name, size)):
+            if before < end <= written:
+                reached(point)
+        before = written
 
-    def __call__(self, descriptor: int) -> None:
-        written = os.lseek(descriptor, 0, os.SEEK_CUR)
-        if not self._slow and written >= self._flushed_bytes + _FLUSH_BYTES:
-            began = time.monotonic()
-            os.fdatasync(descriptor)
-            self._flushed_bytes, self._slow = written, time.monotonic() - began > _SLOW_S
+    return at
 
 
-def _read_back(path: Path, chunks: list[memoryview], buffer: memoryview) -> None:
-    with path.open("rb") as file:
-        for chunk in chunks:
-            for start in range(0, len(chunk), len(buffer)):
-                written = chunk[start : start + len(buffer)]
-                read, words = buffer[: len(written)], len(written) // 8 * 8
-                complete = file.readinto(read) == len(written)
-                # Eight bytes at a time: ten times as fast as one.
-                here, there = (numpy.frombuffer(each[:words], "u8") for each in (written, read))
-                if not complete or not numpy.array_equal(here, there) or read[words:] != written[words:]:
-                    raise OSError(errno.EIO, "what is read back is not what was written", str(path))
+def check_on_disk(folder: Path, files: FileFacts) -> None:
+    """Compare what the disk has of a checkpoint's files with what was written."""
+    with ThreadPoolExecutor(_THREADS) as threads:
+        for name, sha256 in zip(files, threads.map(lambda name: sha256_on_disk(folder / name), files), strict=True):
+            if sha256 != files[name]["sha256"]:
+                raise OSError(errno.EIO, "what is read back is not what was written", str(folder / name))

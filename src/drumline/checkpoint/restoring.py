@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from drumline.checkpoint.checkpoints import (
-    MANIFEST,
     Checkpoint,
     RunState,
     checkpoint_paths,
-    open_checkpoint,
     read_state,
 )
-from drumline.checkpoint.newest import newest_valid, set_aside
-from drumline.checkpoint.retention import step_of
+from drumline.checkpoint.newest import Open, find, leave_behind, manifest_sha256, verified_together
 from drumline.checkpoint.state import optimizer_state, weights
-from drumline.checkpoint.storage import DTYPES, SUFFIX, kind_of
+from drumline.checkpoint.storage import kind_of
 from drumline.errors import CheckpointError
 from drumline.files import RunFolder
 from drumline.parallel import World, waiting_for
-from drumline.snapshots import Snapshot, Snapshots
+from drumline.pieces import (
+    Here,
+    Shapes,
+    Stored,
+    exchange,
+    fill_own,
+    is_spread,
+    reading,
+    room_like,
+    shapes_as_json,
+    shapes_from_json,
+    stored_in,
+)
+from drumline.snapshots import Collected, Snapshot, Snapshots, collected
 
-SINGLE_FILE = ".pt"
-"""The suffix of exported checkpoints."""
-SINGLE_FILES = (SINGLE_FILE, ".pth")
-"""Suffixes of files that scripts save with torch.save."""
 Say = Callable[[str], None]
 
 
@@ -49,11 +55,12 @@ def resume(
 ) -> RunState | None:
     """Restore every rank's model and optimizer to where the run is; None: it has not started.
 
-    A rank that has the state reads it and sends it to the others, which need not see its disk.
+    A rank that has the state reads it and sends it to the others, which need not see its disk. Where the state is
+    spread over the ranks, each of them reads its own rows, and only what it does not see comes from others.
     """
 
-    def found() -> Checkpoint | None:
-        checkpoint = find(resume_from, folder, say=say)
+    def found(opened: Open) -> Checkpoint | None:
+        checkpoint = find(resume_from, folder, say=say, opened=opened)
         if checkpoint is None or checkpoint.tensors is None:
             return checkpoint
         from drumline.checkpoint.export import adopted
@@ -61,48 +68,152 @@ def resume(
         return adopted(checkpoint, model, optimizer, facts=facts, say=say)
 
     had_some = world.is_rank0 and bool(checkpoint_paths(folder.checkpoints))
-    on_disk = world.on_all_ranks(lambda: found() if world.is_rank0 else None)
-    looks = world.place.local_rank == 0  # one rank per host
-    snapshot = _newest(snapshots if looks and resume_from == "auto" else None, world, say)
-    in_memory = _of_snapshot(snapshot)
-    steps = world.gather([_step(on_disk), _step(in_memory)])
-    disk_step, (memory_step, holder) = steps[0][0], max((each[1], -rank) for rank, each in enumerate(steps))
-    source = -holder if memory_step > disk_step else 0
-    if max(memory_step, disk_step) < 0:
+    on_disk = verified_together(found, world)
+    disk_step = int(world.gather(_step(on_disk))[0])
+    check = partial(_check_same_run, facts=facts, allow_change=allow_change)
+    from_memory = snapshots if resume_from == "auto" else None
+    if is_spread(model.parameters()):
+        state, where = _resume_shares(on_disk, disk_step, from_memory, world, model, optimizer, check=check, say=say)
+    else:
+        state, where = _resume_whole(on_disk, disk_step, from_memory, world, model, optimizer, check=check, say=say)
+    if state is None:
         say("warning: no valid checkpoint is left: starting again from step 0") if had_some else None
         return None
-    newest = in_memory if memory_step > disk_step else on_disk
-
-    def read() -> dict[str, Any]:
-        if world.rank != source:
-            return {}
-        assert newest is not None
-        _check_same_run(newest, facts, allow_change)
-        load(newest, model=model, optimizer=optimizer)
-        _check_still_there(snapshot if newest is in_memory else None)
-        return newest.state.__dict__
-
-    state = RunState(**world.gather(world.on_all_ranks(read))[source])
     if resume_from != "auto":  # existing snapshots belong to where the run was, not to where it resumes from
         if world.is_rank0:
             assert on_disk is not None
             leave_behind(folder, on_disk, say=say)
             with suppress(OSError):  # a failing disk: restarted ranks would do the same again
                 folder.resumed.touch()
-        if snapshots and looks:
+        if snapshots and world.place.local_rank == 0:
             snapshots.clear()
-    share(model, optimizer, world, source=source)
-    where = newest.path if newest and world.rank == source else f"the memory of rank {source}'s host"
     say(f"resuming from {where} (step {state.step:,})")
     return state
 
 
-def _newest(snapshots: Snapshots | None, world: World, say: Say) -> Snapshot | None:
-    return snapshots.newest(warn=say, device=world.device) if snapshots else None
+Check = Callable[[Checkpoint], None]
 
 
-def _of_snapshot(snapshot: Snapshot | None) -> Checkpoint | None:
+def _resume_whole(
+    on_disk: Checkpoint | None,
+    disk_step: int,
+    snapshots: Snapshots | None,
+    world: World,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    check: Check,
+    say: Say,
+) -> tuple[RunState | None, str]:
+    """Every rank has the whole state: one of them reads it. Returns also from where."""
+    looks = world.place.local_rank == 0  # one rank per host
+    snapshot = snapshots.newest(warn=say, device=world.device) if snapshots and looks else None
+    in_memory = _of_snapshot(snapshot, say)
+    memory_step, holder = max((each, -rank) for rank, each in enumerate(world.gather(_step(in_memory))))
+    source = -holder if memory_step > disk_step else 0
+    if max(memory_step, disk_step) < 0:
+        return None, ""
+    newest = in_memory if memory_step > disk_step else on_disk
+
+    def read() -> dict[str, Any]:
+        if world.rank != source:
+            return {}
+        assert newest is not None
+        check(newest)
+        load(newest, model=model, optimizer=optimizer)
+        _check_still_there(snapshot if newest is in_memory else None)
+        return newest.state.__dict__
+
+    state = RunState(**world.gather(world.on_all_ranks(read))[source])
+    share(model, optimizer, world, source=source)
+    return state, str(newest.path if newest and world.rank == source else f"the memory of rank {source}'s host")
+
+
+def _resume_shares(
+    on_disk: Checkpoint | None,
+    disk_step: int,
+    snapshots: Snapshots | None,
+    world: World,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    check: Check,
+    say: Say,
+) -> tuple[RunState | None, str]:
+    """Every rank has some rows, and reads those. Returns also from where."""
+    memory: Collected | None = None
+    if any(world.gather(snapshots is not None)):
+        memory = collected(snapshots, world, after=disk_step, warn=say)
+    if memory is not None:
+        newest = Checkpoint(memory.folder, RunState(**memory.about))
+        world.on_all_ranks(lambda: check(newest))
+        _load_shares(newest, memory.stored, memory.here, memory.shapes, world, model, optimizer)
+        world.on_all_ranks(memory.check_still_there)
+        return newest.state, "the memory of " + ("this host" if memory.hosts == 1 else f"{memory.hosts} hosts")
+    if disk_step < 0:
+        return None, ""
+    world.on_all_ranks(lambda: check(on_disk) if on_disk else None)
+    state = load_shares(on_disk, world, model=model, optimizer=optimizer)
+    return state, str(on_disk.path if on_disk else "the checkpoint of rank 0")
+
+
+def load_shares(
+    checkpoint: Checkpoint | None, world: World, *, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> RunState:
+    """Load rank 0's verified checkpoint into a model of which each rank has some rows; all ranks call it."""
+
+    def shapes() -> tuple[Stored | None, list[Any]]:
+        if checkpoint is None:
+            return None, []
+        stored = _stored(checkpoint)
+        manifest = manifest_sha256(checkpoint.path) if checkpoint.tensors is None else None
+        return stored, [
+            str(checkpoint.path.absolute()),
+            manifest,
+            checkpoint.state.__dict__,
+            shapes_as_json(stored.shapes),
+        ]
+
+    stored, own = world.on_all_ranks(shapes)
+    path, manifest, state, listed = world.gather(own)[0]
+    sees = stored is None and manifest is not None and manifest_sha256(Path(path)) == manifest
+    stored = world.on_all_ranks(lambda: stored_in(Path(path)) if sees else stored)
+    every = {name: [(0, shape[0] if shape else 1)] for name, _, shape in listed}
+    here = [every if sees else {} for sees in world.gather(stored is not None)]
+    there = Checkpoint(Path(path), RunState(**state))
+    _load_shares(there, stored or Stored(()), here, shapes_from_json(listed), world, model, optimizer)
+    return there.state
+
+
+def _load_shares(
+    checkpoint: Checkpoint,
+    stored: Stored,
+    here: Here,
+    shapes: Shapes,
+    world: World,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    def own() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        state = _checked(shapes, checkpoint, model, optimizer)
+        known = weights(model)
+        with reading(checkpoint.path):
+            fill_own({**known, **state}, stored, world)
+        return known, state
+
+    known, state = world.on_all_ranks(own)
+    exchange({**known, **state}, stored, here, world)
+    if optimizer is not None:
+        load_optimizer(state, checkpoint.state.optimizer, model, optimizer)
+
+
+def _of_snapshot(snapshot: Snapshot | None, say: Say) -> Checkpoint | None:
     if snapshot is None:
+        return None
+    try:
+        Stored.in_memory(snapshot.tensors).check_whole()
+    except ValueError as error:  # of a run that was spread over several hosts
+        say(f"the snapshot of step {snapshot.found.step:,} on this host is not used: {error}")
         return None
     return Checkpoint(snapshot.found.slots[0].parent, RunState(**snapshot.about), snapshot.tensors)
 
@@ -111,50 +222,6 @@ def _check_still_there(snapshot: Snapshot | None) -> None:
     if snapshot and not snapshot.is_still_there():
         where = snapshot.found.slots[0].parent
         raise CheckpointError(f"the snapshot in {where} was written to while it was read", fix="run the command again")
-
-
-def find(resume_from: str, folder: RunFolder, *, say: Say) -> Checkpoint | None:
-    """What `resume_from` refers to: auto (the newest valid checkpoint), a step, a checkpoint, a run or a .pt."""
-    if resume_from == "auto":
-        return newest_valid(folder.checkpoints, warn=say)
-    check_named(resume_from, folder)
-    path = _named(resume_from, folder)
-    if path.suffix in SINGLE_FILES:
-        from drumline.checkpoint.export import open_single_file
-
-        return open_single_file(path)
-    if (path / MANIFEST).exists():
-        return open_checkpoint(path)
-    newest = newest_valid(RunFolder(path).checkpoints, warn=say)
-    if newest is None:
-        raise CheckpointError(f"the run {path} has no valid checkpoint", fix="start without --resume_from")
-    return newest
-
-
-def check_named(resume_from: str, folder: RunFolder) -> None:
-    """Refuse immediately what cannot be resumed from; whether it is valid is checked when it is opened."""
-    path = _named(resume_from, folder)
-    if path.suffix in SINGLE_FILES and path.is_file():
-        return
-    if not (path / MANIFEST).exists() and not checkpoint_paths(RunFolder(path).checkpoints):
-        steps = ", ".join(str(step_of(p)) for p in checkpoint_paths(folder.checkpoints)) or "none"
-        raise CheckpointError(
-            f"--resume_from {resume_from} is neither a checkpoint nor a run with one (steps saved in {folder.path}: "
-            f"{steps})",
-            fix="use a step, RUN/checkpoints/step-NNNNNNNN, RUN, or a .pt file from `drumline checkpoint export`",
-        )
-
-
-def leave_behind(folder: RunFolder, start: Checkpoint, *, say: Say) -> None:
-    """Rename checkpoints that are newer than `start`, which the run no longer continues from."""
-    for path in checkpoint_paths(folder.checkpoints):
-        is_start = path.absolute() == start.path.absolute()
-        if step_of(path) >= start.step and not is_start:
-            say(f"{path.name} is newer than the step resumed from: {set_aside(path, 'superseded')}")
-
-
-def _named(resume_from: str, folder: RunFolder) -> Path:
-    return folder.checkpoint(int(resume_from)) if resume_from.isdigit() else Path(resume_from)
 
 
 def check_same_run(folder: RunFolder, facts: dict[str, Any], allow_change: Sequence[str]) -> None:
@@ -189,25 +256,25 @@ def _step(checkpoint: Checkpoint | None) -> int:
 
 def load(checkpoint: Checkpoint, *, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Load a verified checkpoint into a model and, for training, its optimizer."""
-    read = checkpoint.tensors
-    stored = {n: (t.dtype, t.shape) for n, t in read.items()} if read is not None else stored_shapes(checkpoint.path)
-    _check_model({name: shape for name, (_, shape) in stored.items() if kind_of(name) == "model"}, checkpoint, model)
-    _fill(weights(model), checkpoint)
+    stored = _stored(checkpoint)
+    state = _checked(stored.shapes, checkpoint, model, optimizer)
+    with reading(checkpoint.path), torch.no_grad():
+        for name, tensor in {**weights(model), **state}.items():
+            stored.fill(name, tensor)
     if optimizer is not None:
-        _check_optimizer([*(name for name in stored if "/" in name), *checkpoint.state.optimizer], checkpoint, model)
-        wanted = {name: about for name, about in stored.items() if kind_of(name) == "optimizer"}
-        tensors = _room_for(wanted, model, optimizer)
-        _fill(tensors, checkpoint)
-        load_optimizer(tensors, checkpoint.state.optimizer, model, optimizer)
+        load_optimizer(state, checkpoint.state.optimizer, model, optimizer)
 
 
-def _fill(tensors: dict[str, Tensor], checkpoint: Checkpoint) -> None:
-    with torch.no_grad():
-        if checkpoint.tensors is not None:
-            for name, tensor in tensors.items():
-                tensor.copy_(checkpoint.tensors[name])
-        elif tensors:
-            read_tensors(tensors, checkpoint.path)
+def _checked(
+    stored: Shapes, checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Tensor]:
+    """Memory for the optimizer state in a checkpoint, which is one of this model."""
+    _check_model({name: shape for name, (_, shape) in stored.items() if kind_of(name) == "model"}, checkpoint, model)
+    if optimizer is None:
+        return {}
+    _check_optimizer([*(name for name in stored if "/" in name), *checkpoint.state.optimizer], checkpoint, model)
+    wanted = {name: about for name, about in stored.items() if kind_of(name) == "optimizer"}
+    return _room_for(wanted, model, optimizer)
 
 
 def share(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, source: int) -> None:
@@ -217,28 +284,27 @@ def share(model: nn.Module, optimizer: torch.optim.Optimizer, world: World, *, s
     with waiting_for("the weights of the checkpoint"):
         world.broadcast(list(weights(model).values()), source=source)
     tensors, scalars = optimizer_state(model, optimizer) if world.rank == source else ({}, {})
-    own: list[Any] = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+    own = shapes_as_json({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
     shapes, scalars = world.gather([own, scalars])[source]
     if world.rank != source:
-        stored = {name: (getattr(torch, dtype), torch.Size(shape)) for name, dtype, shape in shapes}
-        load_optimizer(_room_for(stored, model, optimizer), scalars, model, optimizer)
+        load_optimizer(_room_for(shapes_from_json(shapes), model, optimizer), scalars, model, optimizer)
         tensors, _ = optimizer_state(model, optimizer)
     world.broadcast([tensors[name] for name, _, _ in shapes], source=source)
 
 
-def _room_for(
-    stored: dict[str, tuple[torch.dtype, torch.Size]], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Tensor]:
+def _room_for(stored: Shapes, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Memory for an optimizer's state, where it will be used: a detour through the host takes longer than all else."""
     parameters = dict(model.named_parameters())
     # Fused optimizers keep their step count on the device; the others on the CPU.
     counts_on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
 
-    def device(key: str) -> torch.device:
+    def room(key: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         kind, name = key.split("/", 1)
-        return parameters[name].device if kind != "step" or counts_on_device else torch.device("cpu")
+        if kind == "step" and not counts_on_device:
+            return torch.empty(shape, dtype=dtype)
+        return room_like(parameters[name], dtype, shape)
 
-    return {key: torch.empty(shape, dtype=dtype, device=device(key)) for key, (dtype, shape) in stored.items()}
+    return {key: room(key, *about) for key, about in stored.items()}
 
 
 def load_optimizer(
@@ -278,54 +344,12 @@ def _check_optimizer(names: list[str], checkpoint: Checkpoint, model: nn.Module)
         )
 
 
-def read_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Fill tensors on any device from the files of a verified checkpoint."""
-    missing = set(tensors)
-    with _reading(folder), torch.no_grad():
-        for path in _files(folder):
-            with safe_open(path, framework="pt") as file:
-                for name in missing.intersection(file.keys()):
-                    stored = file.get_tensor(name)
-                    if stored.shape != tensors[name].shape:
-                        raise ValueError(f"{name} has shape {tuple(stored.shape)}, not {tuple(tensors[name].shape)}")
-                    tensors[name].copy_(stored)
-                    missing.remove(name)
-        if missing:
-            raise KeyError(f"{min(missing)} is missing")
-
-
 def read_weights(folder: Path) -> dict[str, Tensor]:
     """The weights of a verified checkpoint, by name, on the CPU."""
-    shapes = {name: about for name, about in stored_shapes(folder).items() if kind_of(name) == "model"}
-    tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
-    read_tensors(tensors, folder)
-    return tensors
+    stored = stored_in(folder)
+    with reading(folder):
+        return {name: stored.read(name) for name in stored.shapes if kind_of(name) == "model"}
 
 
-def stored_shapes(folder: Path) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """The tensors in a checkpoint."""
-    dtypes = {name: dtype for dtype, name in DTYPES.items()}
-    shapes: dict[str, tuple[torch.dtype, torch.Size]] = {}
-    with _reading(folder):
-        for path in _files(folder):
-            with safe_open(path, framework="pt") as file:
-                for name in sorted(file.keys()):
-                    about = file.get_slice(name)
-                    shapes[name] = dtypes[about.get_dtype()], torch.Size(about.get_shape())
-    return shapes
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"*{SUFFIX}"))
-
-
-@contextmanager
-def _reading(folder: Path) -> Iterator[None]:
-    """Turn errors into CheckpointError: a file with the right hash may still contain anything."""
-    try:
-        yield
-    except Exception as error:
-        raise CheckpointError(
-            f"the tensors in {folder} cannot be read ({type(error).__name__}: {error})",
-            fix="resume from another checkpoint of the run",
-        ) from None
+def _stored(checkpoint: Checkpoint) -> Stored:
+    return stored_in(checkpoint.path) if checkpoint.tensors is None else Stored.in_memory(checkpoint.tensors)

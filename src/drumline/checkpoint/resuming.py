@@ -34,19 +34,19 @@ def what_to_resume(given: str, folder: RunFolder, world: World, *, started_again
 def check_resume(resume_from: str, folder: RunFolder) -> None:
     """Refuse immediately what cannot be resumed from."""
     if resume_from != "auto":
-        from drumline.checkpoint.restoring import check_named
+        from drumline.checkpoint.newest import check_named
 
         check_named(resume_from, folder)
 
 
-def find_snapshots(run: RunFolder, world: World, *, takes: bool) -> Snapshots | None:
-    """The snapshots of a run on this host; None if none are taken and none were left."""
+def find_snapshots(run: RunFolder, world: World, *, takes: bool, copies: int = 1) -> Snapshots | None:
+    """The snapshots of a run on this host; None if none are taken and none were left. copies: hosts with each shard"""
     run_id = world.on_rank0(run.run_id)
     if not takes and not snapshot_folder(run_id).exists():
         return None
     from drumline.checkpoint.in_memory import opened_snapshots
 
-    return opened_snapshots(run, run_id, world)
+    return opened_snapshots(run, run_id, world, copies)
 
 
 def snapshot_folder(run_id: str) -> Path:

@@ -1,8 +1,8 @@
 """Saving in the background: copy the state, let a thread write it, never lose the previous checkpoint.
 
 The loop pauses only while the state is copied to a buffer (only what this rank writes; pinned for a GPU). Of several
-ranks each writes a part (parts.py), and rank 0 completes the checkpoint with one rename. A failed save is reported at
-the next step, the run continues, and it is retried (trouble.py).
+ranks each writes a part (parts.py; its own rows, if the state is spread over them), and rank 0 completes the checkpoint
+with one rename. A failed save is reported at the next step, the run continues, and it is retried (trouble.py).
 """
 
 from __future__ import annotations
@@ -93,17 +93,19 @@ class Saver:
                 folder.checkpoints.mkdir(parents=True, exist_ok=True)
         self._token = str(world.on_rank0(lambda: uuid.uuid4().hex[:12]))
         self._parts: Parts | None = None
-        if world.size > 1:
+        parameters = list(model.parameters())
+        spread = any(hasattr(each, "placements") for each in parameters)
+        if world.size > 1 or spread:
             from drumline.checkpoint.parts import Parts
 
-            self._parts = Parts(folder, world, self._token)
+            self._parts = Parts(folder, world, self._token, model)
         self._run_id = folder.stored_id()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self._memory: InMemory | None = None
-        if snapshots or world.device.type != "cpu" or 3 * sum(p.nbytes for p in model.parameters()) > _SMALL_BYTES:
+        if snapshots or spread or world.device.type != "cpu" or 3 * sum(p.nbytes for p in parameters) > _SMALL_BYTES:
             from drumline.checkpoint.in_memory import InMemory
 
-            self._memory = InMemory(world, snapshots, every=snapshot_every, token=self._token, tell=tell)
+            self._memory = InMemory(world, snapshots, model, every=snapshot_every, token=self._token, tell=tell)
         self._due: tuple[int, float] | None = None
         """The step that was to be saved while the disk was busy, and when that was."""
         self._job: _Job | None = None
@@ -114,6 +116,8 @@ class Saver:
         """Whether somebody has deleted the run folder, as rank 0 knows: the run should stop."""
         self.saved_step: int | None = None
         """The newest step that rank 0 knows to be on disk, saved by this process."""
+        self.then: Callable[[int], None] = lambda step: None
+        """Called on rank 0 with each step that is on disk."""
 
     def wants_to_save(self, step: int, *, due: bool) -> bool:
         """Whether to save after this step: it is due, or was while the disk was busy or failed. Rank 0 decides."""
@@ -149,11 +153,9 @@ class Saver:
         self._count += 1
         name = f".{RunFolder.checkpoint_name(state.step)}.partial-{self._token}-{self._count}"
         aside = self._folder.checkpoints / name
-        future = None
-        if self._parts is None or self._parts.own is not None:
-            future = self._thread.submit(self._write_part, copied, aside, state_bytes)
-        self._due = None
-        self._job = _Job(self._count, state, aside, future, time.monotonic() - began, state_bytes)
+        writes, self._due = self._parts is None or self._parts.own is not None, None
+        future = self._thread.submit(self._write_part, copied, aside, state_bytes) if writes else None
+        self._job = _Job(self._count, state, aside, future, round(time.monotonic() - began, 4), state_bytes)
 
     def forget_snapshots(self) -> None:
         """Remove this host's snapshots: the run is saved on disk, or has rolled back."""
@@ -230,8 +232,7 @@ class Saver:
         return write(tensors, aside, part=part, parts=parts, reached=self._reached)
 
     def _conclude(self, job: _Job, outcomes: list[dict[str, Any]]) -> None:
-        errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
-        if errors:
+        if errors := [outcome["error"] for outcome in outcomes if "error" in outcome]:
             self._failed(job, errors[0])
         elif job.commit is None:
             files = {name: facts for outcome in outcomes for name, facts in outcome["files"].items()}
@@ -241,19 +242,23 @@ class Saver:
                 self._failed(job, outcome["error"])
                 return
             self._job, self._failures, self.saved_step = None, 0, job.state.step
-            times = {"stall_s": round(job.stall_s, 4), "written_s": round(time.monotonic() - job.since, 4)}
+            times = self._memory.times if self._memory else {"written_s": round(time.monotonic() - job.since, 4)}
+            event = {"event": "saved", "step": job.state.step, "bytes": job.bytes, "stall_s": job.stall_s, **times}
             message = ""
             if self._due is not None and not self._told_late:
                 from drumline.checkpoint.trouble import slow_save
 
                 self._told_late = True
-                message = slow_save((job.state.step, job.since), self._due, written_s=times["written_s"])
-            self._tell(message, {"event": "saved", "step": job.state.step, "bytes": job.bytes, **times})
+                message = slow_save((job.state.step, job.since), self._due, taken_s=time.monotonic() - job.since)
+            self._tell(message, event)
+            self.then(job.state.step)
 
     def _commit(self, job: _Job, files: FileFacts) -> Checkpoint:
         final = self._folder.checkpoint(job.state.step)
-        read_back = self._memory is not None  # by those who have written them
-        done = commit(job.aside, final, job.state, files, about=self._about, read_back=read_back, reached=self._reached)
+        later, aside = bool(self._memory), job.aside  # what is large is read back once it is there
+        done = commit(aside, final, job.state, files, about=self._about, later=later, reached=self._reached)
+        if self._memory:
+            self._memory.check(final, files, since=job.since)
         prune(self._folder, self._retention, newest=done, spare=self._token)
         self._reached("pruned")
         return done

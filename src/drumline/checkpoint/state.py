@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drumline.lazy import room
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -18,13 +20,10 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Every tensor of a model's state, by name; a shared one (tied embeddings) appears once, by its first name."""
-    seen: set[int] = set()
-    kept: dict[str, Tensor] = {}
+    first: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            kept[name] = tensor.detach()
-    return kept
+        first.setdefault(id(tensor), (name, tensor))
+    return {name: tensor.detach() for name, tensor in first.values()}
 
 
 def weights_sha256(model: nn.Module) -> str:
@@ -32,7 +31,8 @@ def weights_sha256(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(weights(model).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        whole = getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)()  # a sharded one is gathered by all ranks
+        digest.update(whole.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -42,12 +42,18 @@ def weights_fingerprint(model: nn.Module) -> str:
     Each row of a weight is a sum of integers, and counts by its place. One number is read; sums wrap at 64 bits.
     """
     tensors = [each.contiguous() for each in weights(model).values() if each.numel()]
-    rows = [each.reshape(*each.shape[:1], -1).view(torch.uint8) for each in tensors]
-    # As integers of as many bytes as fit, at most 8: a sum of those takes no longer than to read them.
-    wide = [each.view(_BITS[(n := each.shape[-1] | int(each.storage_offset()) | 8) & -n]) for each in rows]
-    sums = torch.cat([each.sum(-1, dtype=torch.int64).reshape(-1) for each in wide])
+    spread = any(hasattr(each, "full_tensor") for each in tensors)
+    sums = room("sharding").sums_of_all(tensors, _row_sums) if spread else torch.cat([*map(_row_sums, tensors)])
     # Odd factors: none of them loses a bit.
     return f"{int((sums * torch.arange(1, 2 * len(sums), 2, device=sums.device)).sum()) % (1 << 64):016x}"
+
+
+def _row_sums(tensor: Tensor) -> Tensor:
+    """Of each row: int64 (rows)."""
+    row = tensor.reshape(*tensor.shape[:1], -1).view(torch.uint8)
+    # As integers of as many bytes as fit, at most 8: a sum of those takes no longer than to read them.
+    wide = row.view(_BITS[(n := row.shape[-1] | int(row.storage_offset()) | 8) & -n])
+    return wide.sum(-1, dtype=torch.int64).reshape(-1)
 
 
 def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -56,8 +62,5 @@ def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple
     scalars: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         for kind, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                tensors[f"{kind}/{name}"] = value
-            else:
-                scalars[f"{kind}/{name}"] = value
+            (tensors if isinstance(value, Tensor) else scalars)[f"{kind}/{name}"] = value
     return tensors, scalars

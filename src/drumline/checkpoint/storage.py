@@ -92,8 +92,8 @@ def sha256_of(chunks: list[memoryview]) -> str:
     return digest.hexdigest()
 
 
-def write_file(path: Path, chunks: list[memoryview], reached: Reached, *, after: Callable[[int], object] = int) -> int:
-    """Write and flush a file; gives its size. after: called with its descriptor after each chunk; `int`: nothing"""
+def write_file(path: Path, chunks: list[memoryview], reached: Reached) -> int:
+    """Write and flush a file; gives its size."""
     size, written = sum(map(len, chunks)), 0
     with path.open("xb") as file:
         for chunk in chunks:
@@ -102,7 +102,6 @@ def write_file(path: Path, chunks: list[memoryview], reached: Reached, *, after:
             before, written = written, written + len(chunk)
             if before <= size // 2 < written:
                 reached(f"half of {path.name}")
-            after(file.fileno())
         os.fsync(file.fileno())
     reached(path.name)
     return size

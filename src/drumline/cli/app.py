@@ -108,4 +108,5 @@ def parser(command: str = "") -> App:
 
 def _names_files(words: Sequence[str]) -> bool:
     """Whether settings may come from files: --config, or an existing run."""
-    return bool(flag(words, "config") or flag(words, "resume_from")) or os.path.exists(flag(words, "run_dir") or "")
+    named = any(flag(words, name) for name in ("config", "resume_from", "checkpoint_store"))
+    return named or os.path.exists(flag(words, "run_dir") or "")

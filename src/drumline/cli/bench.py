@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -116,6 +116,7 @@ def drill(
     faults: str = "kill,crash,stop,term,disk,corrupt,nan,host",
     minutes: float = 2.0,
     ranks: int = 2,
+    shard: Literal["none", "full"] = "none",
     seed: int = 0,
     folder: Path = Path("runs/drill"),
 ) -> int:
@@ -129,6 +130,8 @@ def drill(
         Duration, not counting the reference run without faults.
     ranks
         Number of ranks.
+    shard
+        Spread the weights over the ranks, as train --shard full does; the run without faults is a single process.
     seed
         Random seed; the same seed injects the same faults.
     folder
@@ -137,7 +140,9 @@ def drill(
     from drumline.drill import COLUMNS, DrillConfig, conclusion, fault_rows, parse_faults, run_drill
     from drumline.report import print_table
 
-    config = DrillConfig(faults=parse_faults(faults), minutes=minutes, ranks=ranks, seed=seed, folder=folder)
+    config = DrillConfig(
+        faults=parse_faults(faults), minutes=minutes, ranks=ranks, shard=shard, seed=seed, folder=folder
+    )
     report = run_drill(config, say=lambda text: print(text, flush=True))
     print_table(COLUMNS, fault_rows(report))
     print("\n".join(conclusion(report)))

@@ -11,18 +11,23 @@ checkpoint = App(name="checkpoint", help="List, verify, export or prune the chec
 
 
 @checkpoint.command(name="list")
-def list_(run: Path, /) -> int:
+def list_(run: str, /) -> int:
     """List the checkpoints of a run: step, time, size, validation loss, and why each is kept.
 
     Parameters
     ----------
     run
-        Run folder.
+        Run folder, or the URL of a run in an object store (its --checkpoint_store).
     """
     from drumline.checkpoint import list_checkpoints
     from drumline.report import print_checkpoints
 
-    print_checkpoints(list_checkpoints(run))
+    if "://" in run:
+        from drumline.stores import stored_checkpoints
+
+        print_checkpoints(stored_checkpoints(run))
+    else:
+        print_checkpoints(list_checkpoints(Path(run)))
     return 0
 
 

@@ -35,7 +35,7 @@ def evaluate(
     Parameters
     ----------
     run
-        Run folder, or one of its checkpoints.
+        Run folder, one of its checkpoints, or the folder of a Hugging Face model.
     data
         Tokens to evaluate on: a prepared folder or .bin file with the run's tokenizer. Default: the run's data.
     split
@@ -79,6 +79,9 @@ def evaluate(
     print(f"  loss           {evaluation.loss:.4f} nats per token")
     print(f"  perplexity     {evaluation.perplexity:,.2f}")
     print(f"  bits per byte  {bits}")
+    for name, own in getattr(evaluation, "sources", {}).items():
+        bits = f", {own.bits_per_byte:.4f} bits per byte" if own.bits_per_byte else ""
+        print(f"  {name}: loss {own.loss:.4f} over {own.tokens:,} tokens, perplexity {own.perplexity:,.2f}{bits}")
     return 0
 
 
@@ -100,7 +103,7 @@ def sample(
     Parameters
     ----------
     run
-        Run folder, or one of its checkpoints.
+        Run folder, one of its checkpoints, or the folder of a Hugging Face model.
     prompt
         Text to continue. Default: start a new document.
     temperature
@@ -145,7 +148,7 @@ def chat(
     Parameters
     ----------
     run
-        Run folder, or one of its checkpoints.
+        Run folder, one of its checkpoints, or the folder of a Hugging Face model.
     system
         Message that comes before the conversation.
     temperature
@@ -209,7 +212,7 @@ def serve(
     Parameters
     ----------
     run
-        Run folder, or one of its checkpoints.
+        Run folder, one of its checkpoints, or the folder of a Hugging Face model.
     host
         Address to listen at. Other machines can reach it only at an address other than 127.0.0.1, with --api_key.
     port

@@ -11,11 +11,12 @@ from cyclopts.config import Dict
 from drumline.config import LENGTHS, flag, read_settings
 from drumline.errors import ConfigError
 from drumline.files import CODE, RunFolder, check_code, run_of, stored_settings
+from drumline.stores import check_writable, is_store
 
 
 def file_layers(words: Sequence[str]) -> list[Dict]:
     """Settings from files, in order of precedence: --config, then the run that is resumed."""
-    files: list[tuple[Path, dict[str, Any]]] = []
+    files: list[tuple[Path | str, dict[str, Any]]] = []
     config = flag(words, "config")
     if config:
         files.append((Path(config), _settings(Path(config), words)))
@@ -31,18 +32,28 @@ def file_layers(words: Sequence[str]) -> list[Dict]:
             fix="start that script again, or choose another --run_dir",
         )
     stored = RunFolder(Path(run_dir)).config if run_dir else None
-    if (stored is None or not stored.exists()) and resume_from not in (None, "auto"):
+    is_new = stored is None or not stored.exists()
+    store = flag(words, "checkpoint_store") or (files[0][1].get("checkpoint_store") if files else None)
+    if is_new and is_store(resume_from or ""):
+        files += _in_store(str(resume_from), words, *(given for _, given in files))
+    elif is_new and store and (resume_from or "auto") in ("auto", *filter(str.isdigit, [resume_from or ""])):
+        check_writable(store)
+        files += _in_store(store, words, *(given for _, given in files))
+    elif is_new and resume_from not in (None, "auto"):
         # A new run that starts from another one's checkpoint: RUN, or RUN/checkpoints/step-N.
         stored = run_of(Path(str(resume_from))).config
     if stored is not None and stored.exists():
         settings = stored_settings(RunFolder(stored.parent))
         _check_code(settings, stored.parent, words, *(given for _, given in files))
         settings.pop("run_dir", None)  # --run_dir, if given, is the same or names a new run
+        if is_new:
+            settings.pop("checkpoint_store", None)  # of the other run
         files.append((stored, settings))
     elif str(resume_from).endswith(".pt"):
         from drumline.checkpoint import carried
 
         settings = carried(Path(str(resume_from))).get("settings", {})
+        settings.pop("checkpoint_store", None)
         _check_code(settings, Path(str(resume_from)), words, *(given for _, given in files))
         files.append((Path(str(resume_from)), settings))
     # A length given in one layer replaces another length from any lower layer.
@@ -69,7 +80,25 @@ def _settings(path: Path, words: Sequence[str]) -> dict[str, Any]:
     settings = stored_settings(run)
     _check_code(settings, run.path, words)
     settings.pop("run_dir", None)
+    settings.pop("checkpoint_store", None)
     return settings
+
+
+def _in_store(url: str, words: Sequence[str], *files: dict[str, Any]) -> list[tuple[Path | str, dict[str, Any]]]:
+    """The settings of a run in a store, if there is one: no more trusted than a folder from elsewhere."""
+    from drumline.stores import stored_in
+
+    settings = stored_in(url)
+    if settings is None:
+        return []
+    place = Path(url)
+    try:
+        _check_code(settings, place, words, *files)
+    except ConfigError as error:
+        raise ConfigError(error.problem.replace(str(place), url), fix=error.fix) from None
+    for name in ("run_dir", "checkpoint_store"):
+        settings.pop(name, None)
+    return [(url, settings)]
 
 
 def _is_run(run: RunFolder) -> bool:

@@ -7,6 +7,7 @@ import textwrap
 
 COMMANDS = {
     "drumline.cli.prepare:prepare": "Tokenize text into .bin files, in the format of nanoGPT.",
+    "drumline.cli.prepare:data": "Show what a run has seen of each of its sources, or what a prepared folder has.",
     "drumline.cli.train:train": "Train a model. Without arguments: a small GPT on Python source code.",
     "drumline.cli.generate:evaluate": "Validation loss of a run's newest checkpoint, or its results in tasks.",
     "drumline.cli.generate:sample": "Generate text with a run's newest checkpoint.",

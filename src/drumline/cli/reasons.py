@@ -66,6 +66,11 @@ def blame(
 
     opened = with_rollbacks(open_run(run, trusts=trust), rollbacks)
     data, batches = batches_of(opened)
+    if exclude and data.mix is not None:
+        raise ConfigError(
+            f"--exclude writes a list for one folder of tokens, and {run} has a mix of {len(data.mix.sources)}",
+            fix="prepare the folder again without the document, for a new run",
+        )
     parts = blamed(opened, data.train, batches, step=step)
     names = len({(part.start, part.stop) for part in parts})
     number = f"{counted(len(parts), 'part')} of {counted(names, 'document')}"
@@ -74,7 +79,7 @@ def blame(
         print_line(f"after {len(opened.detours)} rollbacks; --rollbacks 0: as it was before the first")
     found: list[Blamed] = []
     if losses:
-        result = recomputed(opened, parts, step=step, from_start=from_start)
+        result = recomputed(opened, data.train, parts, step=step, from_start=from_start)
         found, parts = result.parts, [each.part for each in result.parts]
         recorded = opened.records().get(step, {}).get("loss")
         print_line(f"loss {result.loss:.4f} computed again" + (f", {recorded:.4f} recorded" if recorded else ""))

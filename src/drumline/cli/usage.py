@@ -78,7 +78,7 @@ def exit_code(error: BaseException, argv: Sequence[str]) -> int | None:
 def explained(error: CycloptsError, words: Sequence[str]) -> UsageError:
     """The error with the command that was probably meant."""
     command = words[0] if words and words[0] in parser() else ""
-    if command in ("launch", "checkpoint") and len(words) > 1 and words[1] in parser()[command]:
+    if command in ("launch", "checkpoint", "data") and len(words) > 1 and words[1] in parser()[command]:
         command = f"{command} {words[1]}"
     help_ = f"see drumline {command} --help" if command else "see drumline --help"
     if isinstance(error, UnusedCliTokensError) and error.unused_tokens:

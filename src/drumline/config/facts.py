@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-from dataclasses import field
-from typing import Any, TypeVar
+from dataclasses import field, fields
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from drumline.errors import ConfigError
 
@@ -24,6 +22,14 @@ def setting(default: T, *, may_change: bool = False, per_host: bool = False, fus
     return field(default=default, metadata=facts)
 
 
+def names_with(fact: Literal["may_change", "per_host"]) -> frozenset[str]:
+    """The settings that were declared with a fact."""
+    from drumline.config.settings import TrainConfig
+
+    kinds = get_type_hints(TrainConfig).values()
+    return frozenset(each.name for kind in kinds for each in fields(kind) if each.metadata.get(fact))
+
+
 def check(settings: object, **rules: bool) -> None:
     """Refuse the first setting whose rule is violated."""
     for name in (name for name, holds in rules.items() if not holds):
@@ -38,9 +44,3 @@ def check_positive(settings: object, *names: str) -> None:
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}", fix=f"give --{name} a value of 1 or more")
-
-
-def did_you_mean(name: str, known: Iterable[str], *, otherwise: str, flag: str = "") -> str:
-    """The known name closest to a misspelled one, as a question; `otherwise` if none is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {flag}{close[0]}?" if close else otherwise

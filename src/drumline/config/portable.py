@@ -1,12 +1,23 @@
-"""The portable recipe: models that classes of transformers compute, and so other programs can load. No torch here."""
+"""What few runs need of presets: the portable recipe, whose models classes of transformers compute, so that other
+programs can load them; and the preset of a model from elsewhere. No torch here."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from drumline.config.presets import Preset
+from drumline.config.presets import PRESETS, PRETRAINED, Preset
+from drumline.config.ranges import did_you_mean
+from drumline.errors import UsageError
 
 _MULTIPLE = 64
+
+
+def other_preset(name: str) -> Preset:
+    """That of a model from elsewhere; any other name is refused."""
+    if name == PRETRAINED:
+        return Preset(shape={}, family={}, recipe="classic", lr=1e-4, muon_lr=0.002)
+    hint = did_you_mean(name, PRESETS, flag="--preset ", otherwise="")
+    raise UsageError(f"there is no preset {name!r}", fix=f"{hint} choose one of: {', '.join(PRESETS)}".lstrip())
 
 
 def as_portable(chosen: Preset) -> Preset:

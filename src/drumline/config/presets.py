@@ -8,16 +8,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from drumline.config.facts import did_you_mean
 from drumline.config.model import GPTConfig, GPTOptions, ModelSettings, Recipe
 from drumline.config.settings import LENGTHS, BatchConfig, OptimConfig, TrainConfig
-from drumline.errors import UsageError
 from drumline.lazy import room
 
 CLASSIC: dict[str, Any] = {}
 """GPT-2's family is GPTConfig's default."""
 
-MODERN: dict[str, Any] = {"positions": "rope", "norm": "rmsnorm", "activation": "relu2", "qk_norm": True, "bias": False}
+_ROPE: dict[str, Any] = {"positions": "rope", "norm": "rmsnorm", "bias": False}
+LLAMA: dict[str, Any] = {**_ROPE, "activation": "swiglu", "n_kv_heads": 8, "rope_theta": 5e5, "norm_eps": 1e-5}
+"""That of Llama 3: a native class of transformers, so that others can load it."""
+
+MODERN: dict[str, Any] = {**_ROPE, "activation": "relu2", "qk_norm": True}
 
 
 _ADAMW = {"optimizer": "adamw", "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "grad_clip": 1.0}
@@ -58,6 +60,8 @@ SMALL = {"n_layers": 12, "n_heads": 12, "d_model": 768, "d_ff": 3072}
 MEDIUM = {"n_layers": 24, "n_heads": 16, "d_model": 1024, "d_ff": 4096}
 LARGE = {"n_layers": 36, "n_heads": 20, "d_model": 1280, "d_ff": 5120}
 XL = {"n_layers": 48, "n_heads": 25, "d_model": 1600, "d_ff": 6400}
+LLAMA_8B: dict[str, Any] = {**LLAMA, "tie_embeddings": False}
+_LONG: dict[str, Any] = {"context": 2048, "vocab_size": 128256, "batch_size": 1, "recipe": "classic", "lr": 3e-4}
 _SHORT: dict[str, Any] = {"context": 128, "vocab_size": 2048}
 _QUICK: dict[str, Any] = {"context": 256, "vocab_size": 2048, "adjusted": {"short_contexts": 0.0}, "total_steps": 380}
 
@@ -75,20 +79,22 @@ PRESETS: dict[str, Preset] = {
     "modern-medium": Preset(shape=MEDIUM, family=MODERN, recipe="modern", lr=3e-4),
     "modern-large": Preset(shape=LARGE, family=MODERN, recipe="modern", lr=2.5e-4),
     "modern-xl": Preset(shape=XL, family=MODERN, recipe="modern", lr=2e-4),
+    # As Llama 3.2 1B, 3.2 3B and 3.1 8B.
+    "llama-1b": Preset(shape={"n_layers": 16, "n_heads": 32, "d_model": 2048, "d_ff": 8192}, family=LLAMA, **_LONG),
+    "llama-3b": Preset(shape={"n_layers": 28, "n_heads": 24, "d_model": 3072, "d_ff": 8192}, family=LLAMA, **_LONG),
+    "llama-8b": Preset(shape={"n_layers": 32, "n_heads": 32, "d_model": 4096, "d_ff": 14336}, family=LLAMA_8B, **_LONG),
 }
 
 
 PRETRAINED = "pretrained"
 """The preset of a model from elsewhere, which has its own shape: small steps, so that it forgets little."""
-_PRETRAINED = Preset(shape={}, family={}, recipe="classic", lr=1e-4, muon_lr=0.002)
 
 
 def preset(name: str) -> Preset:
-    if name == PRETRAINED:
-        return _PRETRAINED
     if name not in PRESETS:
-        hint = did_you_mean(name, PRESETS, flag="--preset ", otherwise="")
-        raise UsageError(f"there is no preset {name!r}", fix=f"{hint} choose one of: {', '.join(PRESETS)}".lstrip())
+        from drumline.config.portable import other_preset
+
+        return other_preset(name)
     return PRESETS[name]
 
 

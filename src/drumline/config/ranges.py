@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from drumline.errors import ConfigError
@@ -23,6 +24,12 @@ RANGES = {
     "nnodes": "like 2, or a range like 1:4",
 }
 """Any other one: 0 or more."""
+
+
+def did_you_mean(name: str, known: Iterable[str], *, otherwise: str, flag: str = "") -> str:
+    """The known name closest to a misspelled one, as a question; `otherwise` if none is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {flag}{close[0]}?" if close else otherwise
 
 
 def refuse_shape(config: GPTConfig) -> NoReturn:

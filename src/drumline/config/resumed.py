@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from drumline.config.facts import did_you_mean
+from drumline.config.ranges import did_you_mean
 from drumline.config.settings import BatchConfig, TrainConfig
 from drumline.config.toml_file import differences, sections
 from drumline.errors import ConfigError

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
-from typing import Literal, get_type_hints
+import os
+import re
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 from drumline.config.facts import check, check_positive, setting
 from drumline.config.model import ModelSettings
@@ -29,9 +31,11 @@ class DataConfig:
     """What to train on. Text is tokenized once and cached; token files are read as they are."""
 
     train_data_path: str = setting("builtin", may_change=True, per_host=True)
-    """Tokens (.bin, prepared folder) or text: file, folder, glob, Hugging Face name, package.module:name, builtin."""
+    """Tokens (.bin, prepared folder or URL, mix books:0.7,code:0.3) or text (path, Hugging Face name, module:name)."""
     valid_data_path: str | None = setting(None, may_change=True, per_host=True)
     """Validation data, of the same kinds. Default: the source's validation split, or valid_fraction of the text."""
+    stages: tuple[str, ...] = ()
+    """Other weights of a mix, between two steps: '1000-2000 books:0.5,code:0.5', or '80%- code:1'. May be repeated."""
     data_dtype: DataDtype = setting("auto", may_change=True)
     """Integers in .bin files of other trainers. auto: from their header, else uint16, if they look like it."""
     valid_fraction: float = setting(0.02, may_change=True)
@@ -48,10 +52,21 @@ class DataConfig:
     """Vocabulary size of a newly trained tokenizer. Default: the preset's."""
     data_dir: str = setting("data", may_change=True, per_host=True)
     """Folder for tokenized text, reused by later runs."""
+    cache_dir: str | None = setting(None, may_change=True, per_host=True)
+    """Folder for what is read of tokens in an object store (s3://bucket/tokens). Default: cache in data_dir."""
+    cache_gb: float = setting(20.0, may_change=True, per_host=True)
+    """Gigabytes of tokens from object stores to keep there; what was used least recently is removed."""
     document_mask: bool = False
     """Mask attention between documents in the same sequence."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """stream: documents one after another, cut where a sequence ends; best_fit: sequences of whole documents."""
     skip_list: str | None = setting(None, per_host=True)
     """File of documents that are not trained on, written by `drumline blame --exclude`. Validation still has them."""
+
+
+def is_mix(path: str) -> bool:
+    """Whether a setting for data is several folders with their amounts: books:0.7,code:2epochs."""
+    return not os.path.exists(path) and bool(re.search(r":\s*[-+.]?\d[\d.e+-]*(epochs?|\w?tokens?)?\s*(,|$)", path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +180,10 @@ class RunConfig:
     """Autocast dtype; weights stay float32. auto: bfloat16 on GPUs that support it, else float32."""
     compile: bool = setting(False, may_change=True)
     """Compile the model with torch.compile: slower start, faster steps."""
+    activation_checkpointing: Literal["none", "block", "selective"] = setting("none", may_change=True)
+    """Compute activations again in backward to save memory: all of each block, or (selective) all but its products."""
+    offload: Literal["none", "optimizer"] = setting("none", may_change=True)
+    """optimizer: with --shard, keep and update float32 weights, gradients and optimizer state in host memory."""
     fp8: bool = False
     """Train feed-forward layers and output head in float8, the rest in bfloat16. Needs a Hopper GPU (H100, H200)."""
     eval_every: int | None = setting(None, may_change=True)
@@ -177,12 +196,16 @@ class RunConfig:
     """Steps between checkpoints. Default: a tenth of the run."""
     snapshot_every: int | Literal["auto"] = setting("auto", may_change=True)
     """Steps between in-memory checkpoints (/dev/shm) for restarts after a crash; 0: none. auto: for 1% of the time."""
+    snapshot_copies: int = setting(1, may_change=True)
+    """With --shard on several hosts: how many of them have each shard of a snapshot. 2: a lost host costs no more."""
     keep_checkpoints: int = setting(3, may_change=True)
     """Number of checkpoints to keep."""
     keep_every: int | None = setting(None, may_change=True)
     """Also keep every checkpoint whose step is a multiple of this."""
     keep_best: bool = setting(True, may_change=True)
     """Also keep the checkpoint with the lowest validation loss."""
+    checkpoint_store: str | None = setting(None, may_change=True)
+    """URL in an object store, as s3://bucket/run: checkpoints are uploaded there, and a new machine resumes from it."""
     on_nonfinite: OnNonfinite = setting("skip", may_change=True)
     """If a recomputed step still has NaN or Inf: skip the update, roll back to a checkpoint, or halt the run."""
     max_nonfinite: int = setting(5, may_change=True)
@@ -198,7 +221,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_positive(self, "eval_every", "eval_windows", "save_every", "keep_checkpoints", "keep_every")
-        check_positive(self, "max_nonfinite", "check_replicas_every")
+        check_positive(self, "max_nonfinite", "check_replicas_every", "snapshot_copies")
         check(
             self,
             snapshot_every=self.snapshot_every == "auto" or self.snapshot_every >= 0,
@@ -217,6 +240,8 @@ class RanksConfig:
     """torch.distributed backend. auto: nccl on GPUs, gloo on CPUs."""
     bitwise: bool = False
     """Sum gradients in a fixed order: bitwise identical results on any number of ranks."""
+    shard: int | Literal["none", "full", "host"] = setting("none", may_change=True)
+    """Spread weights, gradients and optimizer state over all ranks (full), those of each host, or groups of so many."""
     max_restarts: int | None = setting(None, may_change=True)
     """Number of restarts after a rank dies or hangs; 0: none. Default: unlimited while the run makes progress."""
     hang_timeout: float | None = setting(None, may_change=True)
@@ -276,9 +301,3 @@ class TrainConfig:
     run: RunConfig = RunConfig()
     ranks: RanksConfig = RanksConfig()
     records: RecordConfig = RecordConfig()
-
-
-def names_with(fact: Literal["may_change", "per_host"]) -> frozenset[str]:
-    """The settings that were declared with a fact; see `setting`."""
-    kinds = get_type_hints(TrainConfig).values()
-    return frozenset(each.name for kind in kinds for each in fields(kind) if each.metadata.get(fact))

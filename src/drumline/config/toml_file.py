@@ -10,8 +10,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from drumline.config.facts import did_you_mean
-from drumline.config.settings import TrainConfig, names_with
+from drumline.config.facts import names_with
+from drumline.config.ranges import did_you_mean
+from drumline.config.settings import TrainConfig, is_mix
 from drumline.errors import ConfigError, UsageError
 
 
@@ -37,6 +38,10 @@ def read_settings(path: Path) -> dict[str, Any]:
     for key, value in tables.items():
         is_section = isinstance(value, dict) and key != "model_options"
         inside = value if is_section else {key: value}
+        if key == "data" and is_section and {"mix", "stage"} & value.keys():
+            from drumline.config.mixes import from_tables
+
+            inside = from_tables(value, path)
         if is_section and key not in known:
             raise _unknown(path, f"[{key}]", key, list(known))
         names = known[key] if is_section else [name for section in known.values() for name in section]
@@ -78,6 +83,16 @@ def from_settings(settings: dict[str, Any]) -> TrainConfig:
 
 def differences(old: TrainConfig, new: TrainConfig) -> dict[str, tuple[Any, Any]]:
     """Settings that differ and may not change when a run is resumed: {name: (old, new)}."""
-    free = names_with("may_change")
+    free = names_with("may_change") - ({"train_data_path"} if _other_mix(old, new) else set())
     before, after = ({k: v for part in asdict(c).values() for k, v in part.items()} for c in (old, new))
     return {k: (before[k], after[k]) for k in before if before[k] != after[k] and k not in free}
+
+
+def _other_mix(old: TrainConfig, new: TrainConfig) -> bool:
+    """Whether the weights or amounts of a mix differ; where its folders are does not matter."""
+    before, after = old.data.train_data_path, new.data.train_data_path
+    if not is_mix(before) and not is_mix(after):
+        return False
+    from drumline.config.mixes import same_amounts
+
+    return is_mix(before) != is_mix(after) or not same_amounts(before, after)

@@ -56,11 +56,9 @@ def visit_order(positions: NDArray[np.int64], *, items: int, seed: int) -> NDArr
     # An unbalanced Feistel network permutes [0, 2^bits), the smallest power of two that holds all items; a value that
     # falls outside is permuted again until it is inside ("cycle walking"), which keeps it a permutation.
     bits = max(2, (items - 1).bit_length())
-    low_bits = np.uint64(bits // 2)
-    low_mask = np.uint64((1 << (bits // 2)) - 1)
+    low_bits, low_mask = np.uint64(bits // 2), np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
-    values = places.astype(np.uint64)
-    walking = np.ones(len(values), dtype=bool)
+    values, walking = places.astype(np.uint64), np.ones(len(places), dtype=bool)
     while walking.any():
         low, high, round_key = values[walking] & low_mask, values[walking] >> low_bits, key[walking]
         for turn in range(_ROUNDS):
@@ -109,16 +107,12 @@ def plan_batches(batch: BatchConfig, *, default_batch_size: int, world_size: int
     if batch.global_batch_size is None:
         accumulated = batch.gradient_accumulation_steps or 1
         return BatchPlan(batch.batch_size or default_batch_size, micro_batches=world_size * accumulated)
-    if batch.gradient_accumulation_steps is not None:
-        from drumline.config import refuse_batch
-
-        refuse_batch(batch)
-    total = batch.global_batch_size
+    total, accumulates = batch.global_batch_size, batch.gradient_accumulation_steps is not None
     size = batch.batch_size or max(d for d in range(1, min(default_batch_size, total) + 1) if total % d == 0)
-    if total % size:
+    if accumulates or total % size:
         from drumline.config import refuse_batch
 
-        refuse_batch(batch, size=size)
+        refuse_batch(batch, size=None if accumulates else size)
     return BatchPlan(micro_batch_size=size, micro_batches=total // size)
 
 
@@ -160,9 +154,7 @@ class TokenBatches:
     def __init__(
         self, tokens: TokenFile, plan: BatchPlan, *, context: int, seed: int, document_mask: bool = False
     ) -> None:
-        self.plan = plan
-        self.items = (len(tokens) - 1) // context
-        self.tokens_per_item = context
+        self.plan, self.tokens_per_item, self.items = plan, context, (len(tokens) - 1) // context
         self._tokens, self._context, self._seed = tokens, context, seed
         if self.items < 1:
             raise DataError(
@@ -186,6 +178,10 @@ class TokenBatches:
         """The windows of a micro-batch, or of a whole step, in order; window w begins at token w * context."""
         return [int(window) for window in visits(self, self._seed, step, index)]
 
+    def visited(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The windows at some places of the endless stream, int64 (N,)."""
+        return visit_order(positions, items=self.items, seed=self._seed)
+
     def context_of(self, step: int) -> int:
         """Sequence length in this step."""
         return self._context // SHORT_PARTS if step < self.short_steps else self._context
@@ -200,8 +196,8 @@ def window_batch(
     tokens: TokenFile, windows: Sequence[int], *, context: int, end_of_text: int | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Windows as (inputs, targets, document ids); a file's last window may be short: its missing targets are -100."""
-    if tokens.targets is not None:
-        return room("chats").packed_batch(tokens, windows, context=context)  # type: ignore[no-any-return]
+    if tokens.packer:
+        return room(tokens.packer).packed_batch(tokens, windows, context=context, end_of_text=end_of_text)  # type: ignore[no-any-return]
     rows = np.full((len(windows), context + 1), -100, dtype=np.int64)
     for row, window in zip(rows, windows, strict=True):
         read = tokens.read(window * context, min(len(tokens), (window + 1) * context + 1))

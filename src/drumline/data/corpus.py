@@ -7,14 +7,13 @@ chosen by their names; or, if that would select none, the end of the text.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from drumline.config import OnError
-from drumline.data.sources import documents, has_split, source_bytes, source_key
-from drumline.data.text_files import Document, Reading, Skipped
+from drumline.data.sources import Document, Reading, Skipped, documents, has_split, source_bytes, source_key
 from drumline.errors import ConfigError
 
 LONGEST_DOCUMENT_BYTES = 1 << 20
@@ -106,7 +105,21 @@ class Corpus:
 
     def labelled(self, reading: Reading, *, cut_bytes: int | None) -> Iterator[Labelled]:
         """Every document with its label, in parts of at most LONGEST_DOCUMENT_BYTES. cut_bytes: from `survey`."""
-        for label, document in self._whole(reading, cut_bytes=cut_bytes):
+        yield from self.label(documents(self.source, reading), cut_bytes=cut_bytes, skipped=reading.skipped)
+        if self.valid_split:
+            source, split = self.valid_split
+            yield from self.label(documents(source, reading, split=split), cut_bytes=0)
+
+    def label(
+        self, whole: Iterable[Document], *, cut_bytes: int | None, index: int = 0, skipped: Skipped | None = None
+    ) -> Iterator[Labelled]:
+        """The same, of some documents. cut_bytes: where the held-out text begins. index: that of the first of them"""
+        labelled = self._by_name(whole, index)
+        if cut_bytes is not None:
+            from drumline.data.cutting import split_at
+
+            labelled = split_at(whole, cut_bytes, skipped)
+        for label, document in labelled:
             if utf8_bytes(document.text) <= LONGEST_DOCUMENT_BYTES:
                 yield label, document
                 continue
@@ -114,21 +127,10 @@ class Corpus:
 
             yield from ((label, part) for part in parts(document, longest_bytes=LONGEST_DOCUMENT_BYTES))
 
-    def _whole(self, reading: Reading, *, cut_bytes: int | None) -> Iterator[Labelled]:
-        train = documents(self.source, reading)
-        if cut_bytes is not None:
-            from drumline.data.cutting import split_at
-
-            yield from split_at(train, cut_bytes, reading.skipped)
-            return
-        index = 0
-        for document in train:
+    def _by_name(self, whole: Iterable[Document], index: int) -> Iterator[Labelled]:
+        for document in whole:
             yield ("valid" if self.is_held_out(index, document) else "train"), document
             index += not document.more
-        if self.valid_split:
-            source, split = self.valid_split
-            for document in documents(source, reading, split=split):
-                yield "valid", document
 
     def is_held_out(self, index: int, document: Document) -> bool:
         """Determined by seed and name alone, but the first one is never held out: something must remain to train on."""

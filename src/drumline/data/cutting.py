@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import AnyStr, BinaryIO
 
 from drumline.data.corpus import Labelled, utf8_bytes
-from drumline.data.text_files import PART_BYTES, Document, Reading, Skipped, decoded
+from drumline.data.sources import PART_BYTES, Document, Reading, Skipped, decoded
 from drumline.data.tokens import MANIFEST, Manifest, split_files
 from drumline.errors import DataError
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NoReturn
 
-from drumline.data.text_files import Document, Reading, read_file
+from drumline.data.sources import Document, Reading, read_file
 from drumline.errors import DataError
 
 HELD_OUT = ("valid", "val", "validation")
@@ -163,3 +163,24 @@ def size_and_time(path: Path) -> tuple[int, int]:
     except OSError:
         return 0, 0
     return status.st_size, status.st_mtime_ns
+
+
+def refuse_url(source: str) -> NoReturn:
+    """Text is not read from stores, other than datasets of the Hub by their names."""
+    scheme, _, place = source.partition("://")
+    bare = re.sub(r"^[^/]*@|[?#].*", "", place)  # a password or a signed query is shown nowhere
+    parts = [part for part in bare.split("/") if part]
+    if scheme == "hf" and parts[:1] == ["datasets"] and len(parts) >= 3:
+        fix = f"use its name, which is streamed: {parts[1]}/{parts[2].partition('@')[0]}"
+    else:
+        copies = {
+            "s3": f"aws s3 cp --recursive s3://{bare} text",
+            "gs": f"gcloud storage cp -r gs://{bare} text",
+            "az": f"az storage blob download-batch -s {(parts or ['CONTAINER'])[0]} -d text",
+            "hf": f"hf download {'/'.join(parts[:2])} --local-dir text",
+        }
+        copy = copies.get(scheme, f"curl -LO --create-dirs --output-dir text {scheme}://{bare}")
+        fix = f"copy it to a disk, then use the copy: {copy}"
+    raise DataError(
+        f"{scheme}://{bare} is a URL, and text is not read from URLs, only tokens that are prepared", fix=fix
+    )

@@ -15,23 +15,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from drumline.config import DataConfig, TrainConfig, preset
-from drumline.data.opening import (
-    LARGEST_HIGH_HALF,
-    SCAN_TOKENS,
-    has_tokens,
-    open_token_data,
-    open_tokens,
-    read_manifest,
-    targets_file,
-)
+from drumline.config import DataConfig, TrainConfig, is_mix, preset
+from drumline.data.foreign import LARGEST_HIGH_HALF, SCAN_TOKENS, scanned_places
+from drumline.data.opening import has_tokens, open_token_data, open_tokens, read_manifest, targets_file
 from drumline.data.other_sources import newest_file
 from drumline.data.preparing import Data, Prepared, ProgressCallback, open_data
-from drumline.data.sources import source_key
-from drumline.data.text_files import Skipped
+from drumline.data.sources import Skipped, source_key
 from drumline.data.tokens import MANIFEST, Manifest, is_tokens
-from drumline.errors import DataError
+from drumline.errors import ConfigError, DataError
 from drumline.files import RunFolder, origin, stored_config
+from drumline.lazy import room
 from drumline.units import count
 
 SPLITS = ("train", "valid")
@@ -41,6 +34,15 @@ GPT2_IDS, GPT2_VOCABULARY = 50257, 50304
 def with_token_facts(config: TrainConfig) -> TrainConfig:
     """What the token files of a config say: their format, and unless it was given, a vocabulary for their ids."""
     train, valid = config.data.train_data_path, config.data.valid_data_path
+    if "://" in f"{train} {valid}":
+        return room("stores").facts_of_stored(config)  # type: ignore[no-any-return]
+    if is_mix(train):
+        return room("mixes").checked_mix(config)  # type: ignore[no-any-return]
+    if config.data.stages:
+        raise ConfigError(
+            f"--stages {config.data.stages[0]!r} is for a mix, and {train} is one source",
+            fix="drop --stages, or name several prepared folders: --train_data_path books:0.7,code:0.3",
+        )
     is_chat = _has_chats(train)
     if config.data.format == "chat" and not is_chat:
         raise DataError(
@@ -79,14 +81,16 @@ def vocabulary_for(largest: int) -> int:
 
 
 def largest_id(data: DataConfig) -> int | None:
-    """The largest id in another trainer's files; None for other data, and for numbers that no vocabulary has."""
-    train = open_tokens(data.train_data_path, dtype=data.data_dtype)
-    if train.vocab_size is not None:
+    """The largest id in another trainer's files, as far as large ones are looked at; None for other data, and for ids
+    that no vocabulary has."""
+    path = data.train_data_path
+    train = None if is_mix(path) or "://" in path else open_tokens(path, dtype=data.data_dtype)
+    if train is None or train.vocab_size is not None:
         return None
     files, path = [train.tokens], data.valid_data_path or data.train_data_path
     if has_tokens(path, "valid") or (path != data.train_data_path and is_tokens(path)):
         files.append(open_tokens(path, split="valid", dtype=data.data_dtype).tokens)
-    parts = [tokens[at : at + SCAN_TOKENS] for tokens in files for at in range(0, len(tokens), SCAN_TOKENS)]
+    parts = [tokens[at : at + SCAN_TOKENS] for tokens in files for at in scanned_places(len(tokens))]
     smallest, largest = min(int(part.min()) for part in parts), max(int(part.max()) for part in parts)
     return largest if smallest >= 0 and largest >> 16 <= LARGEST_HIGH_HALF else None
 

@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from drumline.config import DataConfig
-from drumline.data.file_sources import SPLITS, Files, cannot_be_listed, check_split, size_and_time, walk
-from drumline.data.sources import Source
+from drumline.data.file_sources import SPLITS, Files, cannot_be_listed, check_split, refuse_url, size_and_time, walk
+from drumline.data.sources import PART_BYTES, STRUCTURED_SUFFIXES, Document, Reading, Skipped, Source
 from drumline.data.structured_files import file_kind, missing_field, string_value
-from drumline.data.text_files import PART_BYTES, STRUCTURED_SUFFIXES, Document, Reading, Skipped
 from drumline.data.tokens import is_tokens
 from drumline.errors import DataError, MissingExtraError
 from drumline.plugins import is_plugin, load_plugin, plugin_file
@@ -53,8 +52,6 @@ _SHARD = re.compile(r"(?P<split>[\w.]+)-\d{5}-of-\d{5}(-\w+)?\.parquet")
 _TITLE = re.compile(r" = [^=].* = \n?")
 _BATCH_ROWS = 256
 _PROBE_S = 3.0
-
-
 _KINDS = "a file, a folder, a glob, builtin, package.module:name or a Hugging Face dataset OWNER/NAME[:CONFIG]"
 _GLOB_FIX = "try the pattern with ls; ** matches folders only between slashes, as in 'data/**/*.txt'"
 
@@ -66,6 +63,8 @@ def other_source(source: str) -> Source:
         return Files(str(path), lambda: [path])
     if not source.strip():
         raise DataError("the data source is an empty string", fix=f"use {_KINDS}")
+    if "://" in source:
+        refuse_url(source)
     try:
         if path.is_dir():
             shards = _hub_layout(path)
@@ -82,6 +81,14 @@ def other_source(source: str) -> Source:
     if dataset and (source in SHORTHANDS or not _looks_like_a_path(path)):
         return dataset
     raise DataError(f"{source} does not exist", fix=_fix_for_missing(path))
+
+
+def source_files(source: str, split: str) -> Sequence[Path] | None:
+    """The files whose documents, one after the other, are those of a source; None if it is not like that."""
+    files = None if source == "builtin" else other_source(source)
+    if not isinstance(files, Files) or (isinstance(files, _HubFolder) and files.holds_articles(split)):
+        return None
+    return files.paths(split)
 
 
 def check_sources(data: DataConfig) -> None:
@@ -228,12 +235,17 @@ class _HubFolder(Files):
 
     def documents(self, split: str, reading: Reading) -> Iterator[Document]:
         rows = super().documents(split, reading)
-        return articles(rows) if _holds_articles(Path(self.source), self.paths(split)) else rows
+        return articles(rows) if self.holds_articles(split) else rows
+
+    def holds_articles(self, split: str) -> bool:
+        """Whether these are WikiText, whose rows are single lines."""
+        names = {Path(self.source).resolve().name, *(path.parent.name for path in self.paths(split))}
+        return any(name.startswith("wikitext") for name in names)
 
 
 @dataclass(frozen=True)
 class _HubDataset:
-    """A dataset that the `datasets` package downloads, or has in its cache."""
+    """A dataset that the `datasets` package streams from the Hub, or has in its cache."""
 
     source: str
     """The name as the user wrote it."""
@@ -248,7 +260,7 @@ class _HubDataset:
         return f"hub {self.name}:{self.config or 'default'}"
 
     def size_bytes(self, split: str) -> None:
-        """Unknown before it is downloaded."""
+        """Unknown: it is not downloaded as a whole."""
 
     def documents(self, split: str, reading: Reading) -> Iterator[Document]:
         rows = self._rows(split, reading)
@@ -258,18 +270,34 @@ class _HubDataset:
         return (self.config or self.name.split("/")[1]).startswith("wikitext")
 
     def _rows(self, split: str, reading: Reading) -> Iterator[Document]:
-        dataset = _load(self.name, self.config, split)
         place = f"{self.source}/{split}"
-        if reading.field not in dataset.column_names:
-            problem, fix = missing_field(place, present=dataset.column_names, field=reading.field)
-            raise DataError(problem, fix=fix)
-        number = 0
-        for batch in dataset.select_columns([reading.field]).iter(batch_size=_BATCH_ROWS):
-            for value in batch[reading.field]:
-                number += 1
-                where = f"{place}:{number}"
-                if text := string_value(value, where=where, reading=reading):
-                    yield Document(where, text)
+        values = _values(_load(self.name, self.config, split), reading.field, place=place)
+        for number, value in enumerate(values, start=1):
+            where = f"{place}:{number}"
+            if text := string_value(value, where=where, reading=reading):
+                yield Document(where, text)
+
+
+def _values(dataset: Any, field: str, *, place: str) -> Iterator[Any]:
+    """The values of a field, row by row. place: what is read, for error messages"""
+    number = 0
+    try:
+        # What is streamed does not always say its columns before the first row.
+        present = dataset.column_names or list(next(iter(dataset), {}))
+        if field in present:
+            for batch in dataset.select_columns([field]).iter(batch_size=_BATCH_ROWS):
+                for value in batch[field]:
+                    number += 1
+                    yield value
+            return
+    except Exception as error:  # of the network, after the package has tried several times, or of a damaged file
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise DataError(
+            f"{place} cannot be read after row {number:,}: {reason}",
+            fix="run the same command again, or download the dataset and use the folder of its parquet files",
+        ) from error
+    problem, fix = missing_field(place, present=present, field=field)
+    raise DataError(problem, fix=fix)
 
 
 def _hub_dataset(source: str) -> _HubDataset | None:
@@ -295,12 +323,6 @@ def _hub_layout(folder: Path) -> dict[str, list[Path]]:
             fix=f"choose one of them: {next(iter(datasets))}",
         )
     return next(iter(datasets.values()), {})
-
-
-def _holds_articles(folder: Path, shards: Iterable[Path]) -> bool:
-    """Whether the parquet files below `folder` are WikiText, whose rows are single lines."""
-    names = {folder.resolve().name, *(shard.parent.name for shard in shards)}
-    return any(name.startswith("wikitext") for name in names)
 
 
 def articles(rows: Iterable[Document]) -> Iterator[Document]:
@@ -331,7 +353,7 @@ def _shards(folder: Path) -> dict[str, list[Path]]:
 
 
 def _load(name: str, config: str | None, split: str) -> Any:
-    """The `datasets.Dataset`. Without network access only the cache is used, so that errors come within seconds."""
+    """What `datasets` streams, not downloaded as a whole; without network access, its cache: errors come in seconds."""
     try:
         import datasets
         from huggingface_hub import constants
@@ -341,7 +363,7 @@ def _load(name: str, config: str | None, split: str) -> Any:
     was_offline = datasets.config.HF_HUB_OFFLINE
     datasets.config.HF_HUB_OFFLINE = was_offline or not online
     try:
-        return datasets.load_dataset(name, config, split=split, streaming=False)
+        return datasets.load_dataset(name, config, split=split, streaming=not datasets.config.HF_HUB_OFFLINE)
     except Exception as error:  # the package raises many kinds of exceptions
         full_name = f"{name}:{config}" if config else name
         if isinstance(error, OSError) and not online:

@@ -1,9 +1,8 @@
 """The data of a run: token files as they are, or text that is tokenized first.
 
-Text becomes a folder of tokens, atomically, fast, and in bounded memory.
-
-The main thread reads and writes while a few threads encode. The amount of text being encoded is bounded, so memory does
-not grow with the input. Everything is written to a temporary folder, which is renamed at the end.
+Text becomes a folder of tokens, atomically and in bounded memory: everything is written to a temporary folder, which is
+renamed at the end. Much text is encoded by `drumline.encoding`: faster, by several processes, and in parts that a
+killed one need not encode again.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ import re
 import shutil
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,11 +25,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from drumline import __version__
 from drumline.config import DataConfig, TrainConfig
 from drumline.data.corpus import Corpus, Labelled, utf8_bytes
-from drumline.data.sources import source_key
-from drumline.data.text_files import Skipped
-from drumline.data.tokenizer import EncoderError, Tokenizer
-from drumline.data.tokens import FORMAT_VERSION, TOKENIZER, Manifest, TokenWriter, flushed, is_tokens, map_split
-from drumline.errors import ConfigError, DataError
+from drumline.data.sources import Skipped
+from drumline.data.tokenizer import Tokenizer
+from drumline.data.tokens import FORMAT_VERSION, TOKENIZER, Manifest, TokenWriter, is_tokens, map_split, recorded
+from drumline.errors import DataError
 from drumline.files import RunFolder, flush
 from drumline.lazy import room
 
@@ -43,17 +39,13 @@ SAMPLE_BYTES = 32_000_000
 """Amount of text that the tokenizer is trained on."""
 BATCH_BYTES = 1 << 20
 """Text per batch for the encoder."""
-ENCODING_BYTES = 4 << 20
-"""Limit of text being encoded: each byte takes 30 to 120 bytes of memory, more for longer documents."""
-ENCODERS = 4
-"""Threads that pass batches to the library, which itself uses all cores; several, so that no core idles."""
 FAST_BYTES = 2 << 20
 """From this size on disk on, text is encoded by `drumline.encoding`, which takes a moment to load."""
 REPORT_BYTES = 1 << 20
 """Text between two progress reports."""
 
 
-Stage = Literal["reading", "learning", "encoding"]
+Stage = Literal["reading", "learning", "encoding", "joining", "packing"]
 
 
 @dataclass(frozen=True)
@@ -61,13 +53,15 @@ class Progress:
     """Progress of a stage."""
 
     stage: Stage
-    """Reading text for tokenizer training and validation; training the tokenizer; encoding."""
+    """Reading text for tokenizer training and validation; training the tokenizer; encoding; joining what is encoded."""
     bytes_done: int
     """Bytes of the source on disk, as compressed there. If its size is unknown, and during training: of the text."""
     bytes_total: int | None
     """bytes_done at the end of the stage; an estimate while reading. None if unknown."""
     text_bytes: int
     """Bytes of text read, trained on or encoded in this stage."""
+    bytes_before: int = 0
+    """What of bytes_done others have done, or this process before it was killed."""
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -79,16 +73,27 @@ class Recipe:
 
     corpus: Corpus
     tokenizer: Tokenizer | None = None
-    """Default: train a tokenizer on the beginning of the training text."""
+    """Default: train a tokenizer on a sample of the training text."""
     vocab_size: int = 32768
     """Vocabulary size of a newly trained tokenizer."""
     fast: bool = True
     """Whether much text may be encoded by a faster encoder; the tokens are the same."""
 
     @cached_property
+    def is_large(self) -> bool:
+        return (self.corpus.size_bytes() or FAST_BYTES) >= FAST_BYTES
+
+    @cached_property
+    def corpus_key(self) -> list[str | float]:
+        """The key of the text before it was read, so that later changes are noticed."""
+        return self.corpus.key()
+
+    @cached_property
     def key(self) -> str:
+        # Earlier versions trained the tokenizer on the beginning of much text.
         vocabulary = self.tokenizer.sha256 if self.tokenizer else self.vocab_size
-        content = json.dumps([FORMAT_VERSION, vocabulary, *self.corpus.key()])
+        vocabulary = f"sample {vocabulary}" if self.is_large and not self.tokenizer else vocabulary
+        content = json.dumps([FORMAT_VERSION, vocabulary, *self.corpus_key])
         return hashlib.sha256(content.encode()).hexdigest()
 
     def writer(self, folder: Path, split: str, tokenizer: Tokenizer) -> TokenWriter:
@@ -97,8 +102,6 @@ class Recipe:
 
     def encoder(self, tokenizer: Tokenizer) -> Callable[[Sequence[str]], Sequence[Any]]:
         """Texts -> what a writer adds of each; threads may call it at the same time."""
-        if self.fast and (self.corpus.size_bytes() or FAST_BYTES) >= FAST_BYTES:
-            tokenizer = room("encoding").FastTokenizer(tokenizer)
         return tokenizer.encode_batch
 
     @property
@@ -119,6 +122,8 @@ class Prepared:
     skipped: Skipped
     reused: bool
     """Whether it existed already."""
+    before_bytes: int = 0
+    """Text that was encoded already, by a process that was killed."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +138,8 @@ class Data:
     """What could not be read, with --on_error skip."""
     note: str = ""
     """What else users should know."""
+    mix: Any = None
+    """A `mixes.Mix`, if there are several sources; `train` and `valid` are then those of all, one after the other."""
 
     def origin(self) -> str:
         """What data.json says: where the data are, and which, so that a run can be used from anywhere."""
@@ -142,6 +149,11 @@ class Data:
 
 def open_data(config: TrainConfig, *, run: RunFolder | None = None, progress: ProgressCallback | None = None) -> Data:
     """Token files as they are; text is tokenized first, unless it was already. run: the run that is resumed or used"""
+    data = _opened(config, run, progress)
+    return data if config.data.packing == "stream" else room("packing").packed(config, data, progress)
+
+
+def _opened(config: TrainConfig, run: RunFolder | None, progress: ProgressCallback | None) -> Data:
     if run is not None and run.data.exists():
         from drumline.data.of_run import reopened
 
@@ -160,43 +172,49 @@ def open_data(config: TrainConfig, *, run: RunFolder | None = None, progress: Pr
 def _prepared(data: DataConfig, progress: ProgressCallback | None) -> Prepared:
     """The tokens of the text, in a folder of `data_dir` named after everything that determines them."""
     if data.valid_data_path is not None and is_tokens(data.valid_data_path):
-        raise ConfigError(
-            f"train_data_path {data.train_data_path} is text, but valid_data_path {data.valid_data_path} is tokens",
-            fix="use text for both, or tokens made by one `drumline prepare` for both",
-        )
+        from drumline.data.opening import refuse_tokens_beside_text
+
+        refuse_tokens_beside_text(data)
     corpus = Corpus(data.train_data_path, data.field, data.on_error, data.valid_data_path, data.valid_fraction)
     recipe = Recipe(corpus, Tokenizer.load(data.tokenizer) if data.tokenizer else None, data.vocab_size or 0)
     recipe = room("chats").chat_recipe(recipe, data.tokenizer) if data.format == "chat" else recipe
     return prepare(recipe, Path(data.data_dir, recipe.folder_name), progress=progress)
 
 
-def prepare(recipe: Recipe, out: str | Path, *, progress: ProgressCallback | None = None) -> Prepared:
-    """Write the tokens to the folder `out`, unless they are there already."""
+def prepare(recipe: Recipe, out: str | Path, *, progress: ProgressCallback | None = None, workers: int = 1) -> Prepared:
+    """Write the tokens to the folder `out`, unless they are there already.
+
+    workers: processes that encode much text; others that prepare the same to the same folder share the work too
+    """
     started = time.perf_counter()
     out, source, skipped = Path(os.path.abspath(out)), Path(recipe.corpus.source), Skipped()
     if source.is_dir() and out.is_relative_to(os.path.abspath(source)):
         raise DataError(f"{out} is inside the text folder {source}", fix="choose another folder for the tokens")
-    existing = _existing(out, recipe.key, source=recipe.corpus.source)
+    manifest, before_bytes = existing(out, recipe), 0
+    reused, progress = manifest is not None, progress or (lambda _: None)
     try:
-        manifest = existing or _make(recipe, out, progress or (lambda _: None), skipped)
+        if manifest is None and recipe.is_large:
+            manifest, before_bytes = room("encoding").prepared_in_parts(recipe, out, progress, skipped, workers)
+        manifest = manifest or written(recipe, out, lambda folder: _fill(folder, recipe, progress, skipped))
     except OSError as error:  # problems with the text raise DataError
-        raise DataError(
-            f"{out} is not writable: {error.strerror or error}", fix="free up space, or choose another folder"
-        ) from error
-    return Prepared(out, manifest, time.perf_counter() - started, skipped, reused=existing is not None)
+        from drumline.data.opening import not_writable
+
+        raise not_writable(out, error) from error
+    return Prepared(out, manifest, time.perf_counter() - started, skipped, reused, before_bytes)
 
 
-def _existing(out: Path, key: str, *, source: str) -> Manifest | None:
+def existing(out: Path, recipe: Recipe) -> Manifest | None:
     """The manifest of `out` if it has the right content; None if it does not exist."""
+    key = recipe.key  # before anything is read
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     from drumline.data.opening import manifest_of_key
 
-    return manifest_of_key(out, key, source=source)
+    return manifest_of_key(out, key, source=recipe.corpus.source)
 
 
-def _make(recipe: Recipe, out: Path, progress: ProgressCallback, skipped: Skipped) -> Manifest:
-    """Write to a temporary folder next to `out`, then rename it."""
+def written(recipe: Recipe, out: Path, fill: Callable[[Path], Manifest]) -> Manifest:
+    """Let `fill` write to a temporary folder next to `out`, then rename it."""
     # The host is part of the name because process ids are not unique among hosts or containers that share a disk.
     host = re.sub(r"\W", "_", socket.gethostname())
     prefix = f"{out.name}.partial-{host}-"
@@ -208,78 +226,82 @@ def _make(recipe: Recipe, out: Path, progress: ProgressCallback, skipped: Skippe
     made = [path for path in out.parents if not path.exists()]
     partial.mkdir(parents=True)
     try:
-        try:
-            manifest = _fill(partial, recipe, progress, skipped)
-        except EncoderError as error:
-            skipped.count, skipped.first, skipped.note = 0, [], f"; encoded slowly, by tokenizers: {error}"
-            manifest = _fill(partial, replace(recipe, fast=False), progress, skipped)
+        manifest: Manifest | None = fill(partial)
         flush(partial)
         try:
             partial.rename(out)
         except OSError:
             # Another process may have created it in the meantime.
-            existing = _existing(out, recipe.key, source=recipe.corpus.source)
-            if existing is None:
+            if (manifest := existing(out, recipe)) is None:
                 raise
-            manifest = existing
         flush(out.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         for path in made:
             with suppress(OSError):  # not empty, unless there is no result
                 path.rmdir()
+    assert manifest is not None
     return manifest
 
 
 def _fill(folder: Path, recipe: Recipe, progress: ProgressCallback, skipped: Skipped) -> Manifest:
     """Write every file of a prepared folder, the manifest last."""
     corpus = recipe.corpus
-    key, text_key = recipe.key, source_key(corpus.source)  # before reading, so that later changes are noticed
-    tokenizer, cut_bytes = _tokenizer(recipe, progress)
-    tokenizer.save(folder / TOKENIZER)
-    files = {TOKENIZER: flushed(folder / TOKENIZER)}
-    meter = _Meter("encoding", progress, source_bytes=corpus.size_bytes())
+    sample_bytes = 0 if recipe.tokenizer else SAMPLE_BYTES
+    meter = Meter("reading", progress, source_bytes=corpus.size_bytes(), text_limit=sample_bytes)
+    sample, cut_bytes = corpus.survey(corpus.reading(meter.on_bytes), sample_bytes=sample_bytes, on_text=meter.on_text)
+    tokenizer = recipe.tokenizer or learned(sample, vocab_size=recipe.vocab_size, progress=progress)
+    meter = Meter("encoding", progress, source_bytes=corpus.size_bytes())
     text = corpus.labelled(corpus.reading(meter.on_bytes, skipped), cut_bytes=cut_bytes)
-    splits: dict[str, SplitRecord] = {}
-    writers = {label: recipe.writer(folder, label, tokenizer) for label in corpus.labels}
+    encode = recipe.encoder(tokenizer)
+    encoded = ((batch, encode([each.text for _, each in batch.documents])) for batch in in_batches(text, meter))
+    splits, paths = write_splits(folder, recipe, tokenizer, encoded, meter)
+    return finished(folder, recipe, tokenizer, splits, paths)
+
+
+def write_splits(
+    folder: Path, recipe: Recipe, tokenizer: Tokenizer, encoded: Iterable[tuple[Batch, Sequence[Any]]], meter: Meter
+) -> tuple[dict[str, SplitRecord], list[Path]]:
+    """Write encoded text to a folder: what each split has, and all of their files."""
+    writers = {label: recipe.writer(folder, label, tokenizer) for label in recipe.corpus.labels}
     try:
-        with closing(_encoded(_batches(text, meter), recipe.encoder(tokenizer))) as encoded:
-            for batch, ids_of_documents in encoded:
-                for (label, document), ids in zip(batch.documents, ids_of_documents, strict=True):
-                    writers[label].add(document.name, ids, text_bytes=utf8_bytes(document.text), more=document.more)
-                meter.on_text(batch.text_bytes, read_bytes=batch.read_bytes)
+        for batch, ids_of_documents in encoded:
+            for (label, document), ids in zip(batch.documents, ids_of_documents, strict=True):
+                writers[label].add(document.name, ids, text_bytes=utf8_bytes(document.text), more=document.more)
+            meter.on_text(batch.text_bytes, read_bytes=batch.read_bytes)
         meter.report()
-        for label, writer in writers.items():
-            if writer.documents == 0:
-                raise DataError(f"{corpus.source} is too short for {label} data", fix="use more text")
-            splits[label], records = writer.close()
-            files |= records
+        splits: dict[str, SplitRecord] = {label: writer.close() for label, writer in writers.items()}
+        return splits, [path for writer in writers.values() for path in writer.paths]
     finally:
         for writer in writers.values():
             writer.abandon()
+
+
+def finished(
+    folder: Path, recipe: Recipe, tokenizer: Tokenizer, splits: dict[str, SplitRecord], paths: Sequence[Path]
+) -> Manifest:
+    """Write what a folder needs besides its splits, whose files are `paths`: the tokenizer, and the manifest."""
+    for label, record in splits.items():
+        if record.documents == 0:
+            raise DataError(f"{recipe.corpus.source} is too short for {label} data", fix="use more text")
+    tokenizer.save(folder / TOKENIZER)
     manifest = Manifest(
         drumline_version=__version__,
-        source=corpus.source,
-        source_key=text_key,
-        key=key,
+        source=recipe.corpus.source,
+        source_key=str(recipe.corpus_key[0]),
+        key=recipe.key,
         vocab_size=tokenizer.vocab_size,
         end_of_text=tokenizer.end_of_text,
         splits=splits,
-        files=files,
+        files=recorded([folder / TOKENIZER, *paths]),
     )
     manifest.write(folder)
     return manifest
 
 
-def _tokenizer(recipe: Recipe, progress: ProgressCallback) -> tuple[Tokenizer, int | None]:
-    """The tokenizer, trained if none was given, and where to split the text if no document is held out."""
-    corpus, sample_bytes = recipe.corpus, 0 if recipe.tokenizer else SAMPLE_BYTES
-    meter = _Meter("reading", progress, source_bytes=corpus.size_bytes(), text_limit=sample_bytes)
-    reading = corpus.reading(meter.on_bytes)
-    sample, cut_bytes = corpus.survey(reading, sample_bytes=sample_bytes, on_text=meter.on_text)
-    if recipe.tokenizer:
-        return recipe.tokenizer, cut_bytes
-    meter = _Meter("learning", progress, text_limit=sum(map(utf8_bytes, sample)))
+def learned(sample: Sequence[str], *, vocab_size: int, progress: ProgressCallback) -> Tokenizer:
+    """A tokenizer that is trained on some text."""
+    meter = Meter("learning", progress, text_limit=sum(map(utf8_bytes, sample)))
 
     def metered() -> Iterator[str]:
         for text in sample:
@@ -287,10 +309,10 @@ def _tokenizer(recipe: Recipe, progress: ProgressCallback) -> tuple[Tokenizer, i
             meter.on_text(utf8_bytes(text))
         meter.report()
 
-    return Tokenizer.train(metered(), vocab_size=recipe.vocab_size), cut_bytes
+    return Tokenizer.train(metered(), vocab_size=vocab_size)
 
 
-class _Meter:
+class Meter:
     """Reports the progress of a stage: at its start and after every REPORT_BYTES of text."""
 
     def __init__(
@@ -323,7 +345,7 @@ class _Meter:
 
 
 @dataclass(frozen=True)
-class _Batch:
+class Batch:
     """Documents that are encoded together."""
 
     documents: list[Labelled]
@@ -332,33 +354,13 @@ class _Batch:
     """Bytes read from disk up to its end."""
 
 
-def _batches(text: Iterable[Labelled], meter: _Meter) -> Iterator[_Batch]:
+def in_batches(text: Iterable[Labelled], meter: Meter) -> Iterator[Batch]:
     """Documents in batches of about BATCH_BYTES."""
-    documents: list[Labelled] = []
-    text_bytes = 0
+    documents, text_bytes = list[Labelled](), 0
     for label, document in text:
         documents.append((label, document))
         text_bytes += utf8_bytes(document.text)
         if text_bytes >= BATCH_BYTES:
-            yield _Batch(documents, text_bytes, meter.read_bytes)
+            yield Batch(documents, text_bytes, meter.read_bytes)
             documents, text_bytes = [], 0
-    yield _Batch(documents, text_bytes, meter.read_bytes)
-
-
-def _encoded(
-    batches: Iterable[_Batch], encode: Callable[..., Sequence[Any]]
-) -> Generator[tuple[_Batch, Sequence[Any]]]:
-    """Encoded batches in order, encoded ahead, but never more than ENCODING_BYTES of text."""
-    ahead: deque[tuple[_Batch, Future[Sequence[Any]]]] = deque()
-    with ThreadPoolExecutor(ENCODERS, thread_name_prefix="encoder") as encoders:
-        try:
-            for batch in batches:
-                while ahead and sum(each.text_bytes for each, _ in ahead) + batch.text_bytes > ENCODING_BYTES:
-                    first, ids = ahead.popleft()
-                    yield first, ids.result()
-                texts = [document.text for _, document in batch.documents]
-                ahead.append((batch, encoders.submit(encode, texts)))
-            for batch, ids in ahead:
-                yield batch, ids.result()
-        finally:
-            encoders.shutdown(cancel_futures=True)
+    yield Batch(documents, text_bytes, meter.read_bytes)

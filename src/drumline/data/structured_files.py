@@ -1,6 +1,6 @@
 """JSON and parquet rows, and files compressed with gzip, xz or zstd, become documents.
 
-As in `drumline.data.text_files`, everything is streamed, and errors name the place in the file.
+As in `drumline.data.sources`, everything is streamed, and errors name the place in the file.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import lzma
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from drumline.data.text_files import (
+from drumline.data.sources import (
     COMPRESSED_SUFFIXES,
     MAKE_AGAIN,
     PART_BYTES,
@@ -29,6 +29,7 @@ from drumline.data.text_files import (
     read_plain,
 )
 from drumline.errors import MissingExtraError
+from drumline.lazy import room
 
 LARGEST_ARRAY_BYTES = 64 << 20
 """A JSON array must be parsed as a whole; longer ones are rejected."""
@@ -41,8 +42,8 @@ _MEND = "repair the file, or skip damaged rows with --on_error skip"
 def read_structured(stream: BinaryIO, *, name: str, reading: Reading) -> Iterator[Document]:
     """The documents of a file that has rows, is compressed, or both, according to its suffixes."""
     kind, compression = file_kind(Path(name))
+    content = _decompressed(stream, compression, reading)
     try:
-        content = _decompressed(stream, compression)
         if kind == ".parquet":
             yield from _read_parquet(content, name=name, reading=reading, seekable=not compression)
         elif kind in STRUCTURED_SUFFIXES:
@@ -51,6 +52,9 @@ def read_structured(stream: BinaryIO, *, name: str, reading: Reading) -> Iterato
             yield from read_plain(content, name=name, reading=reading)
     except (EOFError, zlib.error, lzma.LZMAError) as error:
         reading.bad(f"{name} is damaged or truncated: {error}", fix=MAKE_AGAIN)
+    finally:
+        if compression:
+            content.close()  # with the threads that unpack it
 
 
 def file_kind(path: Path) -> tuple[str, str]:
@@ -132,23 +136,57 @@ class _ZstdFile(io.RawIOBase):
         return len(taken)
 
 
-def _decompressed(file: BinaryIO, compression: str) -> io.BufferedReader:
+_UNPACK: dict[str, Callable[[BinaryIO], io.RawIOBase]] = {
+    ".gz": lambda file: cast(io.RawIOBase, gzip.GzipFile(fileobj=file, mode="rb")),
+    ".xz": lambda file: cast(io.RawIOBase, lzma.LZMAFile(file)),  # noqa: SIM115
+    ".zst": _ZstdFile,
+}
+"""Unpacking from the beginning; the file below is closed by who opened it."""
+
+
+def _decompressed(file: BinaryIO, compression: str, reading: Reading) -> io.BufferedReader:
     if not compression:
         return cast(io.BufferedReader, file)
-    if compression == ".gz":
-        raw = cast(io.RawIOBase, gzip.GzipFile(fileobj=file, mode="rb"))
-    elif compression == ".xz":
-        raw = cast(io.RawIOBase, lzma.LZMAFile(file))  # noqa: SIM115 - the file below is closed by who opened it
-    else:
-        raw = _ZstdFile(file)
-    return io.BufferedReader(raw, 1 << 17)
+    unpack = reading.unpack or room("encoding").unpacked_ahead
+    return io.BufferedReader(unpack(file, compression, _UNPACK[compression]), 1 << 17)
+
+
+def read_lines(path: Path, *, reading: Reading, place: tuple[int, int], before: int) -> Iterator[Document]:
+    """The documents of some lines of a file, those that begin in a range of bytes.
+
+    before: how many lines there are before
+    """
+    start, stop = place
+    done, name = start, path.as_posix()
+    try:
+        with open(path, "rb", buffering=1 << 17) as file:
+            file.seek(max(0, start - 1))
+            first = file.tell() + (len(file.readline()) if start else 0)  # a line that begins before belongs there
+            lines = _until(file, first, stop)
+            for document in _documents(_line_rows(lines, name=name, reading=reading, at=(before, first)), reading):
+                position = min(file.tell(), stop)
+                reading.on_bytes(position - done)
+                done = position
+                yield document
+    except OSError as error:
+        reading.bad(f"{name} cannot be read: {error.strerror or error}", fix=MAKE_AGAIN)
+    reading.on_bytes(stop - done)
+
+
+def _until(file: BinaryIO, position: int, stop: int) -> Iterator[bytes]:
+    """The lines that begin before a position."""
+    while position < stop and (line := file.readline()):
+        position += len(line)
+        yield line
 
 
 def _read_json(stream: io.BufferedReader, *, name: str, reading: Reading, may_be_array: bool) -> Iterator[Document]:
     if may_be_array and stream.peek(1).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        rows = _array_rows(stream, name=name, reading=reading)
-    else:
-        rows = _line_rows(stream, name=name, reading=reading)
+        return _documents(_array_rows(stream, name=name, reading=reading), reading)
+    return _documents(_line_rows(stream, name=name, reading=reading), reading)
+
+
+def _documents(rows: Iterable[tuple[str, object]], reading: Reading) -> Iterator[Document]:
     for where, row in rows:
         if not isinstance(row, dict):
             reading.bad(f"{where} is {json.dumps(row)[:40]}, not an object with fields", fix=_MEND)
@@ -159,9 +197,13 @@ def _read_json(stream: io.BufferedReader, *, name: str, reading: Reading, may_be
             yield Document(where, text)
 
 
-def _line_rows(stream: BinaryIO, *, name: str, reading: Reading) -> Iterator[tuple[str, object]]:
-    offset, blank = 0, True
-    for number, line in enumerate(stream, start=1):
+def _line_rows(
+    lines: Iterable[bytes], *, name: str, reading: Reading, at: tuple[int, int] | None = None
+) -> Iterator[tuple[str, object]]:
+    """at: lines and bytes before the first one, if these are not all of a file"""
+    before, offset = at or (0, 0)
+    blank = at is None
+    for number, line in enumerate(lines, start=before + 1):
         if line.strip():
             blank = False
             text = decoded(line, name=name, line=number, offset=offset, reading=reading)

@@ -40,7 +40,7 @@ class EncoderError(Exception):
 class Tokenizer:
     """A tokenizer.json in use. Immutable, so threads may share it."""
 
-    def __init__(self, serialized: bytes, *, origin: str) -> None:
+    def __init__(self, serialized: bytes, *, origin: str = "the tokenizer") -> None:
         """serialized: the content of a tokenizer.json. origin: its source, for error messages."""
         try:
             inner = tokenizers.Tokenizer.from_str(serialized.decode())
@@ -88,6 +88,9 @@ class Tokenizer:
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror}", fix="use a path of a tokenizer.json") from error
         return cls(serialized, origin=str(path))
+
+    def __reduce__(self) -> tuple[type[Tokenizer], tuple[bytes]]:
+        return Tokenizer, (self.serialized,)  # for other processes; the library's own pickle forgets a setting
 
     def save(self, path: str | Path) -> None:
         """Write a tokenizer.json; a loaded one is written back byte for byte."""

@@ -6,6 +6,7 @@ A prepared folder contains, for each split (`train`, `valid`):
         train.documents.bin   little-endian uint64: where each document ends, in tokens
         train.names.txt       the name of each document, one per line
         train.targets.bin     of conversations only: uint8, what each token is as a target (see drumline.chats)
+        NAME.crc32            of large files: hashes of their parts (see drumline.files.verified)
 
 and for all of them tokenizer.json and manifest.json, which is written last: without it, the folder is incomplete.
 Existing folders are opened by `drumline.data.opening`.
@@ -15,13 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from drumline.config import is_mix
 from drumline.errors import DataError
 from drumline.files import file_sha256, flush
 
@@ -29,6 +32,8 @@ FORMAT = "drumline-tokens"
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+LARGE_BYTES = 16 << 20
+"""From this size on, a file has the hashes of its parts beside it: to hash all of it at every start takes too long."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +82,16 @@ class Manifest:
         flush(folder / MANIFEST)
 
 
-def flushed(path: Path) -> FileRecord:
-    """Flush a finished file to disk; returns its manifest entry."""
-    flush(path)
-    return FileRecord(path.stat().st_size, file_sha256(path))
+def recorded(paths: Iterable[Path]) -> dict[str, FileRecord]:
+    """Flush finished files to disk, large ones with the hashes of their parts; manifest entries by name."""
+    paths = list(paths)
+    if large := [path for path in paths if path.suffix != ".json" and path.stat().st_size >= LARGE_BYTES]:
+        from drumline.files import write_part_hashes
+
+        paths += map(write_part_hashes, large)
+    for path in paths:
+        flush(path)
+    return {path.name: FileRecord(path.stat().st_size, file_sha256(path)) for path in paths}
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -99,8 +110,8 @@ class TokenWriter:
     def __init__(self, folder: Path, split: str, *, vocab_size: int, end_of_text: int) -> None:
         self._dtype, self._vocab_size = token_dtype(vocab_size), vocab_size
         self._end = np.array([end_of_text], dtype=self._dtype).tobytes()
-        self._paths = [folder / name for name in split_files(split)]
-        self._files = [open(path, "wb", buffering=1 << 20) for path in self._paths]  # noqa: SIM115 - see abandon()
+        self.paths = [folder / name for name in split_files(split)]
+        self._files = [open(path, "wb", buffering=1 << 20) for path in self.paths]  # noqa: SIM115 - see abandon()
         self.tokens = self.documents = self.text_bytes = 0
 
     def add(self, name: str, ids: npt.ArrayLike, *, text_bytes: int, more: bool = False) -> None:
@@ -124,12 +135,11 @@ class TokenWriter:
         ends.write(self.tokens.to_bytes(8, "little"))
         names.write(name.replace("\n", " ").replace("\r", " ").encode(errors="backslashreplace") + b"\n")
 
-    def close(self) -> tuple[SplitRecord, dict[str, FileRecord]]:
-        """Flush to disk; returns what was written, and the manifest entry of each file by name."""
+    def close(self) -> SplitRecord:
+        """Close the files; returns what was written."""
         for file in self._files:
             file.close()
-        files = {path.name: flushed(path) for path in self._paths}
-        return SplitRecord(tokens=self.tokens, documents=self.documents, text_bytes=self.text_bytes), files
+        return SplitRecord(tokens=self.tokens, documents=self.documents, text_bytes=self.text_bytes)
 
     def abandon(self) -> None:
         """Close the files, ignoring their content."""
@@ -141,6 +151,9 @@ class TokenWriter:
 @dataclass(frozen=True)
 class TokenFile:
     """A memory-mapped split. None: unknown, in another trainer's file."""
+
+    packer: ClassVar[str] = ""
+    """The room that reads windows that are not slices of the file"""
 
     path: Path
     tokens: npt.NDArray[Any]
@@ -171,10 +184,10 @@ class TokenFile:
 
 
 def is_tokens(path: str | Path) -> bool:
-    """Whether a path is token data and not text: a .bin file, or a folder that has train.bin or a manifest."""
+    """Whether a path is token data and not text: .bin file, folder with train.bin or a manifest, URL, mix of them."""
     path = Path(path)
     if not path.is_dir():
-        return path.suffix == ".bin"
+        return path.suffix == ".bin" or ":/" in str(path) or is_mix(str(path))
     manifest = path / MANIFEST
     return (path / "train.bin").is_file() or (manifest.is_file() and FORMAT.encode() in manifest.read_bytes())
 

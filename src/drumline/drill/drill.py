@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from drumline.files import RunFolder
 from drumline.model import GPT
 from drumline.units import counted
 
+Shard = Literal["none", "full"]
 _WEIGHTS: dict[Fault, int] = {"kill": 7, "crash": 3, "stop": 3, "term": 1, "disk": 4, "corrupt": 4, "nan": 6, "host": 1}
 """Relative frequency of each fault: processes die more often than hosts."""
 
@@ -49,6 +50,7 @@ class DrillConfig:
     faults: tuple[Fault, ...] = FAULTS
     minutes: float = 2.0
     ranks: int = 2
+    shard: Shard = "none"
     seed: int = 0
     folder: Path
 
@@ -58,6 +60,11 @@ class DrillConfig:
                 f"cannot run a drill with {counted(len(self.faults), 'fault')}, "
                 f"{counted(self.minutes, 'minute')} and {counted(self.ranks, 'rank')}",
                 fix=f"give at least one fault, more than 0 minutes and 2 to {MICRO_BATCHES} ranks",
+            )
+        if self.shard != "none" and MICRO_BATCHES % self.ranks:  # one that is computed in vain may have the NaN
+            raise ConfigError(
+                f"a sharded drill cannot divide its {MICRO_BATCHES} micro-batches among {counted(self.ranks, 'rank')}",
+                fix=f"use --ranks 2 or {MICRO_BATCHES}",
             )
 
 
@@ -127,7 +134,7 @@ class _PacedGPT(GPT):
 
 
 def run_drill(config: DrillConfig, *, say: Callable[[str], None]) -> DrillReport:
-    """Train without faults, then with faults, and compare."""
+    """Train without faults, by one process, then with faults, and compare."""
     if config.folder.exists() and any(config.folder.iterdir()) and not (config.folder / REPORT).exists():
         raise ConfigError(f"{config.folder} exists and is not a drill folder", fix="choose another --folder")
     shutil.rmtree(config.folder, ignore_errors=True)
@@ -179,7 +186,8 @@ def drilled_run(config: DrillConfig, *, steps: int) -> DrilledRun:
         _write_text(config.folder / "text")
     environ = {**os.environ, _ENVIRONMENT: str(config.folder)}
     hosts = 2 if "host" in config.faults else 1
-    return DrilledRun(_command(config, "disturbed", steps), config.folder, environ, config.ranks, hosts)
+    command = [*_command(config, "disturbed", steps), "--shard", config.shard]
+    return DrilledRun(command, config.folder, environ, config.ranks, hosts)
 
 
 def describe(outcome: Outcome) -> str:

@@ -4,7 +4,7 @@ disk: replace, append lines, flush, hash and lock files. run_folder: the layout 
 lock that keeps a second process out (undoing: a run that is refused leaves it as it was). journal: events.jsonl and
 status.json. runs: which folder a new run takes, its stored config, and its state. stalls: what saves and snapshots cost
 a run. streams: closed standard streams. private: what others may have prepared, and is not used. trust: which code a
-run's config may name. verified: files that are compared with their hashes.
+run's config may name. direct: large files past the page cache. verified: files that are compared with their hashes.
 """
 
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
+    from drumline.files.direct import sha256_on_disk, write_direct
     from drumline.files.disk import LineFile, Lock, file_sha256, flush, replace_text
     from drumline.files.events import publish
     from drumline.files.journal import EVENTS, Journal, now
@@ -31,6 +32,6 @@ if TYPE_CHECKING:
     from drumline.files.stalls import stalled_share
     from drumline.files.streams import forget_stdout, open_closed_streams, stdout_is_unread
     from drumline.files.trust import CODE, DATA, check_code
-    from drumline.files.verified import Parts, verify
+    from drumline.files.verified import LARGE_PART_BYTES, PartHashes, Parts, parts_file, verify, write_part_hashes
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

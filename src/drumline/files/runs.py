@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from shlex import quote
@@ -16,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from drumline.config import TrainConfig, differences, from_settings, read_settings
+from drumline.config import TrainConfig, differences, from_settings, is_mix, read_settings, with_paths
 from drumline.errors import ConfigError
 from drumline.files.run_folder import RunFolder
 
@@ -99,6 +100,9 @@ def stored_settings(folder: RunFolder) -> dict[str, Any]:
     cwd = origin(folder).get("cwd")
     if isinstance(cwd, str) and os.path.isabs(cwd) and cwd != os.getcwd() and os.path.isdir(cwd):
         for name in ("train_data_path", "valid_data_path", "tokenizer", "data_dir", "skip_list"):
+            if is_mix(str(settings.get(name))):
+                settings[name] = with_paths(settings[name], partial(_from, cwd))
+                continue
             path = os.path.join(cwd, str(settings.get(name)))
             if name in settings and (
                 os.path.exists(path) or (glob.has_magic(path) and glob.glob(path, recursive=True))
@@ -108,6 +112,11 @@ def stored_settings(folder: RunFolder) -> dict[str, Any]:
         if cwd not in sys.path and Path(cwd) in folder.path.absolute().parents:
             sys.path.append(cwd)
     return settings
+
+
+def _from(cwd: str, path: str) -> str:
+    """A path as seen from a folder, if it is there."""
+    return seen if os.path.exists(seen := os.path.join(cwd, path)) else path
 
 
 def origin(folder: RunFolder) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 A file is hashed again only if its size or time has changed. A disk that returns other bytes, or a tool that puts the
 time back, is noticed by the hashes of its parts, which are taken while the whole is hashed: at each start of as many
 parts as a moment allows, and of every other part when it is first read.
+
+A large file has a file of such hashes beside it (NAME.crc32), written with it: it is never hashed as a whole, so that a
+terabyte is opened at once. Its parts are small, because windows are read from anywhere in it.
 """
 
 from __future__ import annotations
@@ -11,26 +14,62 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
 
 from drumline.errors import DataError
 from drumline.files.disk import replace_text
 
 STAMPS = "verified.json"
 PART_BYTES = 1 << 20
+LARGE_PART_BYTES = 1 << 14
+"""Of a file that has its hashes beside it: a terabyte has 256 MB of them. From a store, a window takes whole parts."""
+parts_file = "{}.crc32".format
+"""The name of the file that has the hashes of a large file's parts."""
 _START_S = 0.2
 _MOST_AT_START = 1000
 
 
-def verify(folder: Path, sha256s: Mapping[str, str], *, tokenizer: str) -> dict[str, list[int]]:
+@dataclass(frozen=True)
+class PartHashes:
+    """crc32 of each `part_bytes` of a file; the last part may be shorter."""
+
+    crc32s: Sequence[int] | npt.NDArray[np.uint32]
+    part_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.crc32s)
+
+    def is_right(self, number: int, part: bytes | memoryview) -> bool:
+        return crc32(part) == int(self.crc32s[number])
+
+
+def write_part_hashes(path: Path) -> Path:
+    """Write the hashes of a large file's parts, little-endian uint32, to a file beside it; returns that file."""
+    hashes = bytearray()
+    with path.open("rb", buffering=LARGE_PART_BYTES * 64) as file:
+        while part := file.read(LARGE_PART_BYTES):
+            hashes += crc32(part).to_bytes(4, "little")
+    beside = path.with_name(parts_file(path.name))
+    beside.write_bytes(hashes)
+    return beside
+
+
+def verify(folder: Path, sha256s: Mapping[str, str], *, tokenizer: str) -> dict[str, PartHashes]:
     """The hashes of the parts of each file in a folder; DataError for a file that is not what its sha256 says.
 
+    A file whose NAME.crc32 is among them is not hashed: its parts are compared when they are read.
     tokenizer: the name of that file
     """
+    large = [name for name in sha256s if parts_file(name) in sha256s]
+    sha256s = {name: sha256 for name, sha256 in sha256s.items() if name not in large}
     try:
         stamps = dict(json.loads((folder / STAMPS).read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -46,7 +85,17 @@ def verify(folder: Path, sha256s: Mapping[str, str], *, tokenizer: str) -> dict[
     if stamps != before:
         with suppress(OSError):  # a read-only folder works too; it is just hashed every time
             replace_text(folder / STAMPS, json.dumps(stamps, indent=2) + "\n")
-    return {name: _parts_of(stamps[name], {}) or [] for name in sha256s}
+    parts = {name: PartHashes(_parts_of(stamps[name], {}) or [], PART_BYTES) for name in sha256s}
+    return parts | {name: _hashes_beside(folder / name) for name in large}
+
+
+def _hashes_beside(path: Path) -> PartHashes:
+    """Of a large file; the file that they are in is verified."""
+    beside = path.with_name(parts_file(path.name))
+    expected, there = -(-path.stat().st_size // LARGE_PART_BYTES) * 4, beside.stat().st_size
+    if there != expected or not there:
+        raise DataError(f"{beside} has {there} bytes, but {path.name} needs {expected}", fix=_fix(path))
+    return PartHashes(np.memmap(beside, dtype="<u4", mode="r"), LARGE_PART_BYTES)
 
 
 def _parts_of(known: Any, stamp: dict[str, Any]) -> list[int] | None:
@@ -79,16 +128,16 @@ def _hashed(path: Path, sha256: str, *, otherwise: str) -> str:
 class Parts:
     """The parts of a verified file, each compared with its hash once."""
 
-    def __init__(self, path: Path, content: memoryview, hashes: list[int]) -> None:
+    def __init__(self, path: Path, content: memoryview, hashes: PartHashes) -> None:
         self._path, self._content, self._hashes = path, content, hashes
-        self._unchecked = set(range(len(hashes)))
+        self._is_checked = bytearray(len(hashes))
 
     def check(self, start: int, stop: int) -> None:
         """DataError if bytes start..stop-1, or others of their parts, are not those that were verified."""
-        if self._unchecked:
-            for number in range(start // PART_BYTES, -(-stop // PART_BYTES)):
-                if number in self._unchecked:
-                    self._check(number)
+        size = self._hashes.part_bytes
+        for number in range(start // size, -(-stop // size)):
+            if not self._is_checked[number]:
+                self._check(number)
 
     def check_some(self) -> None:
         """All of a small file, and others of a large one at each start."""
@@ -99,15 +148,15 @@ class Parts:
             self._check(number)
 
     def _check(self, number: int) -> None:
-        start = number * PART_BYTES
-        part = self._content[start : start + PART_BYTES]
-        if crc32(part) != self._hashes[number]:
+        start = number * self._hashes.part_bytes
+        part = self._content[start : start + self._hashes.part_bytes]
+        if not self._hashes.is_right(number, part):
             raise DataError(
                 f"{self._path} is damaged or modified: its bytes {start:,} to {start + len(part):,} "
                 f"(part {number + 1:,} of {len(self._hashes):,}) are not those that were prepared",
                 fix=_fix(self._path),
             )
-        self._unchecked.discard(number)
+        self._is_checked[number] = 1
 
 
 def _fix(path: Path) -> str:

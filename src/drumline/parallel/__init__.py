@@ -7,6 +7,7 @@ from drumline.lazy import public
 if TYPE_CHECKING:
     from drumline.parallel.agreement import compare, odd_ones, settings
     from drumline.parallel.attempt import Attempt
+    from drumline.parallel.bitwise import SumTree, in_halves, row_squares
     from drumline.parallel.gpus import by_device, is_hopper, take_gpu
     from drumline.parallel.hardware import (
         allow_tf32,

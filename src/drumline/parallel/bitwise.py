@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -39,13 +39,13 @@ class Bitwise:
         shares = [plan.share(rank, world.size) for rank in range(world.size)]
         self._blocks = [[_span(block) for block in _blocks(share)] for share in shares]
         self._share = shares[world.rank]
-        self._tree, self._index = _Tree(), 0
+        self._tree, self._index = SumTree(), 0
         world.broadcast([tensor.detach() for tensor in model.state_dict(keep_vars=True).values()])  # like DDP
 
     @contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
         if number == 0:  # discard what an interrupted step left
-            self._tree = _Tree()
+            self._tree = SumTree()
         self._index = self._share[number]
         for parameter in self._parameters:
             parameter.grad = None
@@ -57,6 +57,9 @@ class Bitwise:
     def finish(self, extras: Tensor) -> Tensor:
         total = self._exchange(self._tree.blocks, extras)
         return total[self._unflatten(total) :]
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        return in_halves(torch.cat([row_squares(gradient) for gradient in gradients])).sqrt()
 
     def _flat(self, loss: Tensor) -> Tensor:
         """Every gradient, then the loss, in one vector."""
@@ -75,7 +78,7 @@ class Bitwise:
     def _exchange(self, own: dict[tuple[int, int], Tensor], extras: Tensor) -> Tensor:
         """Finish the tree over all ranks' blocks; extras, whose sum does not depend on the order, go with the first."""
         if not self._world.is_group:
-            return torch.cat((_finish(own), extras))
+            return torch.cat((summed(own), extras))
         size, length = self._world.size, next(iter(own.values())).numel() + extras.numel()
         most, slice_length = max(map(len, self._blocks)), -(-length // size)
         sent = extras.new_zeros(size, most, slice_length)
@@ -92,13 +95,13 @@ class Bitwise:
             for number, block in enumerate(blocks)
         }
         total = sent.new_empty(size * slice_length)
-        finished = _finish(mine)
+        total_of_slice = summed(mine)
         with waiting_for("the sum of the gradients"):
-            dist.all_gather(list(total.view(size, slice_length).unbind()), finished)
+            dist.all_gather(list(total.view(size, slice_length).unbind()), total_of_slice)
         return total[:length]
 
 
-class _Tree:
+class SumTree:
     """Adds neighbors as soon as both exist, so that only unpaired blocks are kept."""
 
     def __init__(self) -> None:
@@ -114,21 +117,45 @@ class _Tree:
         else:
             self.blocks[block] = value
 
+    def finished(self) -> Tensor:
+        """The whole sum: the unpaired blocks are added from left to right."""
+        parts = [self.blocks[block] for block in sorted(self.blocks)]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
 
-def _finish(blocks: dict[tuple[int, int], Tensor]) -> Tensor:
+    def keep_own_copies(self) -> None:
+        """Of what is only a view: it would keep all of a larger tensor."""
+        self.blocks = {block: value if value._base is None else value.clone() for block, value in self.blocks.items()}
+
+
+def summed(blocks: dict[tuple[int, int], Tensor]) -> Tensor:
     """The whole sum: add pairs first, then unpaired blocks from left to right."""
-    tree = _Tree()
+    tree = SumTree()
     for block in sorted(blocks):
         tree.add(block, blocks[block])
-    parts = [tree.blocks[block] for block in sorted(tree.blocks)]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    return tree.finished()
+
+
+def row_squares(gradient: Tensor) -> Tensor:
+    """The sum of squares of each row, whose bits do not depend on the other rows: (R, ...) -> float32 (R)."""
+    squares = gradient.detach().float().square()
+    return in_halves(squares.flatten(1) if squares.dim() > 1 else squares.reshape(-1, 1))
+
+
+def in_halves(values: Tensor) -> Tensor:
+    """The sum over the last dimension in an order that does not depend on other dimensions: (..., n) -> (...)."""
+    while (length := values.size(-1)) > 1:
+        half = (length + 1) // 2
+        total = values[..., :half].clone()
+        total[..., : length - half] += values[..., half:]
+        values = total
+    return values.squeeze(-1)
 
 
 def _blocks(share: range) -> list[range]:
-    """The fewest aligned blocks of 2^k micro-batches that make up a share, in the order that a _Tree leaves them."""
+    """The fewest aligned blocks of 2^k micro-batches that make up a share, in the order that a SumTree leaves them."""
     blocks, start = [], share.start
     while start < share.stop:
         count = start & -start or 1 << (share.stop - 1).bit_length()

@@ -71,6 +71,10 @@ class Stopwatch:
         """
         loss.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
+    def leave_out(self, seconds: float) -> None:
+        """Seconds since the start that were no work of this rank. A GPU's time has them all the same."""
+        self._began_s += seconds
+
     def slots(self, like: Tensor, *, filled: bool = True) -> Tensor:
         """float (ranks * (1 + len(lap)),) on the device of `like`: this rank's seconds and lap in its slots, else 0.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ class Strategy(Protocol):
         extras: float32 (n,), to be summed over the ranks; sent along with the loss, so they cost no extra message
         returns: float32 (1 + n,), the same on every rank: the whole step's loss, then the sums
         """
+
+    def norm(self, gradients: Any, /) -> Tensor:
+        """Of the whole gradient, of which these are the parts, after `finish`: ()."""
 
 
 def make_strategy(model: nn.Module, plan: BatchPlan, world: World, *, bitwise: bool) -> Strategy:
@@ -70,3 +73,5 @@ class Plain:
 
     def finish(self, extras: Tensor) -> Tensor:
         return torch.cat((torch.stack(self._losses).sum().reshape(1), extras))
+
+    norm = staticmethod(torch.nn.utils.get_total_norm)

@@ -94,8 +94,18 @@ def _config(run: PureRun, copy: RunFolder, *, ranks: int) -> TrainConfig:
         on_nonfinite="halt" if was.on_nonfinite == "halt" else "skip",
         doctor="off",
     )
+    shard = run.config.ranks.shard
+    if ranks == 1 and was.offload == "none":
+        shard = "none"
+    elif shard == "host" or (isinstance(shard, int) and (ranks == 1 or ranks % shard)):
+        shard = "full"  # the same bits, or the same up to rounding, as by groups that these ranks cannot form
     together = replace(
-        run.config.ranks, nproc=ranks if ranks > 1 else None, nnodes="1", rdzv_endpoint=None, max_restarts=0
+        run.config.ranks,
+        nproc=ranks if ranks > 1 else None,
+        nnodes="1",
+        rdzv_endpoint=None,
+        max_restarts=0,
+        shard=shard,
     )
     return replace(run.config, run=own, ranks=together, records=RecordConfig(log_every=1))
 

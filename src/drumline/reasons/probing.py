@@ -25,7 +25,9 @@ from drumline.train import Backward, Setup, set_up
 @contextmanager
 def at_step(run: PureRun, start: Checkpoint | None) -> Iterator[Setup]:
     """What the run consists of, with the weights and optimizer state of a checkpoint; None: the initial ones."""
-    config = replace(run.config, run=replace(run.config.run, compile=False, resume_from="auto", allow_change=()))
+    own = replace(run.config.run, compile=False, resume_from="auto", allow_change=(), offload="none")
+    # Of a sharded run too, all of it is here: hooks see whole tensors.
+    config = replace(run.config, run=own, ranks=replace(run.config.ranks, shard="none"))
     threads = torch.get_num_threads()
     world = join(device=config.run.device, bitwise=config.ranks.bitwise)
     try:

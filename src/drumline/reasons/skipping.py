@@ -137,6 +137,11 @@ class SkippingBatches(TokenBatches):
 
     def __init__(self, path: Path, tokens: TokenFile, plan: BatchPlan, **more: Any) -> None:
         refuse_chats(tokens)
+        if tokens.packer:
+            raise ConfigError(
+                f"the skip list {path} is for --packing stream: with best_fit, other documents would move",
+                fix="remove the documents from the text and prepare it again, or drop --packing or --skip_list",
+            )
         super().__init__(tokens, plan, **more)
         listed = read_skip_list(path, tokens)
         all_windows = self.items

@@ -21,11 +21,10 @@ if TYPE_CHECKING:
         Speed,
         flush_console,
         to_stderr,
-        with_epochs,
     )
     from drumline.report.rewinding import forget_after
     from drumline.report.runs import last_records, list_runs, training_records
     from drumline.report.terminal import follow_runs, print_checkpoints, print_line, print_runs, print_table
-    from drumline.report.trackers import add_trackers, open_trackers
+    from drumline.report.trackers import add_trackers, open_trackers, with_epochs
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

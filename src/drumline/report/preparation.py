@@ -11,7 +11,13 @@ from drumline.data import Progress as PrepareProgress
 from drumline.data import ProgressCallback
 from drumline.units import duration
 
-STAGES = {"reading": "reading text", "learning": "training the tokenizer", "encoding": "encoding"}
+STAGES = {
+    "reading": "reading text",
+    "learning": "training the tokenizer",
+    "encoding": "encoding",
+    "joining": "joining what is encoded",
+    "packing": "packing",
+}
 _LINE_EVERY_S = 5.0
 
 Show = Callable[[PrepareProgress, float], None]
@@ -62,9 +68,9 @@ def _phase(progress: PrepareProgress) -> str:
 def _line(progress: PrepareProgress, elapsed_s: float) -> str:
     """encoding 312.0 of 604.0 MB, 52%, 1.1 MB/s of text, 4m25s left; without a total: the amount and speed"""
     done, total = progress.bytes_done, progress.bytes_total
-    ends = bool(total) and not is_merging(progress)
+    ends, new = bool(total) and not is_merging(progress), done - progress.bytes_before
     percent = [f"{100 * done // total}%"] if total and ends else []
-    left = [f"{duration(elapsed_s * (total - done) / done)} left"] if total and ends and done else []
+    left = [f"{duration(elapsed_s * (total - done) / new)} left"] if total and ends and new > 0 else []
     return ", ".join((amount(progress), *percent, *speed(progress, elapsed_s), *left))
 
 

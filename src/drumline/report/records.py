@@ -48,11 +48,6 @@ FORMATS: Formats = {
 """What the console shows of a record, in this order."""
 
 
-def with_epochs(epochs: float) -> Formats:
-    """Records show the epoch first: epoch 2.50/10."""
-    return {"epoch": lambda v: f"epoch {v:.2f}/{epochs:g}", **FORMATS}
-
-
 class Sink(Protocol):
     def write(self, record: Record) -> None: ...
     def close(self) -> None: ...

@@ -14,9 +14,14 @@ from drumline.config import RecordConfig
 from drumline.errors import MissingExtraError
 from drumline.files import RunFolder
 from drumline.plugins import load_plugin
-from drumline.report.records import Record, Records, Sink
+from drumline.report.records import FORMATS, Formats, Record, Records, Sink
 
 _REACH_TIMEOUT_S = 2.0
+
+
+def with_epochs(epochs: float) -> Formats:
+    """Records show the epoch first: epoch 2.50/10."""
+    return {"epoch": lambda v: f"epoch {v:.2f}/{epochs:g}", **FORMATS}
 
 
 def add_trackers(records: Records, config: RecordConfig, folder: RunFolder, *, settings: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ def assembled(
         open_parts.enter_context(_failures_named(journal, intervals))
         tell = partial(_tell, records, journal, intervals)
         guard = Guard(setup.guard_rules, world, setup.batches, setup.step.precision, tell=tell)
-        snapshots = find_snapshots(folder, world, takes=intervals.snapshot_every != 0)
+        snapshots = find_snapshots(folder, world, takes=intervals.snapshot_every != 0, copies=intervals.snapshot_copies)
         saver = open_parts.enter_context(_saving(setup, intervals, snapshots, pulse, tell))
         history = History(
             setup, intervals, guard=guard, saver=saver, snapshots=snapshots, records=records, journal=journal, tell=tell

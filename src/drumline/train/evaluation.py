@@ -47,25 +47,21 @@ def evaluate(
     total = tokens.windows(context)
     if total < 1:
         raise DataError(f"{tokens.path} has {len(tokens)} tokens, too few to predict one", fix="use more text")
-    chosen = (
-        list(range(total)) if windows is None or windows >= total else [i * total // windows for i in range(windows)]
-    )
+    count = total if windows is None else min(windows, total)
+    chosen = [number * total // count for number in range(count)]
     # Each rank takes a contiguous part, which may be empty.
     bounds = [len(chosen) * rank // world.size for rank in (world.rank, world.rank + 1)]
-    chosen = chosen[bounds[0] : bounds[1]]
+    most, chosen = -(-count // world.size), chosen[bounds[0] : bounds[1]]
     was_training = model.training
     model.eval()
-    nats, counted = 0.0, 0
-    for start in range(0, len(chosen), batch_size):
-        batch = window_batch(
-            tokens,
-            chosen[start : start + batch_size],
-            context=context,
-            end_of_text=tokens.end_of_text if document_mask else None,
-        )
+    nats, counted, end_of_text = 0.0, 0, tokens.end_of_text if document_mask else None
+    for start in range(0, most, batch_size):  # as many on each rank: a forward of a sharded model takes all of them
+        part = chosen[start : start + batch_size] or [0]
+        batch = window_batch(tokens, part, context=context, end_of_text=end_of_text)
         with precision.autocast():
-            nats += objective(model, to_device(batch, precision.device)).item()
-        counted += int((batch[1] != -100).sum())
+            summed = objective(model, to_device(batch, precision.device)).item()
+        if start < len(chosen):
+            nats, counted = nats + summed, counted + int((batch[1] != -100).sum())
         each_batch()
     model.train(was_training)
     dtype = torch.float64 if precision.device.type != "mps" else torch.float32

@@ -60,6 +60,8 @@ def _measured(config: TrainConfig, setup: Setup, evaluator: Evaluator) -> tuple[
     """The number of steps, and of validation sequences per evaluation."""
     assert config.batch.minutes is not None and config.batch.batch_size is not None
     began_s, budget_s = time.perf_counter(), 60.0 * config.batch.minutes
+    if setup.initialize:
+        setup.initialize()
     steps_s: list[float] = []
     while not setup.world.on_rank0(lambda: _is_enough(steps_s, budget_s)):
         steps_s.append(_seconds(lambda: _train(setup, len(steps_s))))

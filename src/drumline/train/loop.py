@@ -192,6 +192,7 @@ class Loop:
         record: Record = {
             "step": step,
             "loss": result.loss,
+            **dict(result.more),
             "lr": setup.step.optimizer.param_groups[0]["lr"],
             "grad_norm": result.grad_norm,
             rate: steps_per_s * items * batches.tokens_per_item,

@@ -6,7 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from drumline.lazy import room
 from drumline.model import build_model, token_objective
 from drumline.optim import learning_rate, make_optimizer, scaled
 from drumline.parallel import Pulse, World, allow_tf32, join, leave, make_strategy, own_pulse, pick_dtype
-from drumline.report import JsonlSink, Record, Records, Sparing, with_epochs
+from drumline.report import JsonlSink, Record, Records, Sparing
 from drumline.train.assembly import assembled
 from drumline.train.evaluation import evaluate
 from drumline.train.guard import GuardRules
@@ -55,8 +55,7 @@ def pretrain(
 
 def train_here(config: TrainConfig) -> int:
     """Train in this process, alone or as one of the ranks; returns the exit code."""
-    result = pretrain(config, showing=_preparing)
-    return 0 if result.state == "finished" else EXIT_STOPPED
+    return 0 if pretrain(config, showing=_preparing).state == "finished" else EXIT_STOPPED
 
 
 @contextmanager
@@ -78,6 +77,8 @@ def _preparing() -> Iterator[ProgressCallback]:
 def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
     config = world.on_all_ranks(lambda: _checked(config, world.device))
     folder = RunFolder(Path(world.on_rank0(lambda: str(choose_folder(config).path))))
+    if config.run.checkpoint_store or "://" in config.run.resume_from:
+        config = room("stores").fetched(config, folder, world)
     world.on_rank0(lambda: check_resume(config.run.resume_from, folder))
     stored = _stored(folder, world)
     config = world.on_all_ranks(lambda: _settled(config, folder, stored, world))
@@ -94,12 +95,18 @@ def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
             open_parts.enter_context(room("huggingface").started_from(config, folder, data, world, records.say))
         setup = set_up(config, folder, data, world, total_steps=total_steps, goes_on=stored is not None)
         intervals = _intervals(config, total_steps=total_steps)
-        if world.is_rank0 and data.tokenizer is not None:
-            setup.evaluated = Sparing(partial(_sample, config, data, setup, records))
+        if data.tokenizer is not None and config.ranks.shard != "none":
+            setup.evaluated = room("generate").written_together(config, data, setup, records)
+        elif data.tokenizer is not None and world.is_rank0:
+            setup.evaluated = Sparing(lambda step: room("generate").write_sample(config, data, setup, records, step))
         records.say("\n".join(introduction(config, data, setup, total_steps=total_steps)))
+        if data.mix is not None:
+            data.mix.follow(setup, records, total_steps=total_steps)
         with assembled(setup, intervals, records, evaluate=_evaluator(config, data, setup)) as loop:
             if "DRUMLINE_AGAIN" in os.environ:
                 room("reasons").end_early(loop)
+            if config.run.checkpoint_store and world.is_rank0:
+                open_parts.enter_context(room("stores").uploads_of_run(config.run.checkpoint_store, loop))
             result = loop.run()
         return conclude(config, data, setup, records, result) if world.is_rank0 else result
 
@@ -114,7 +121,7 @@ def _open_data(config: TrainConfig, folder: RunFolder, world: World, progress: P
 
 def _checked(config: TrainConfig, device: torch.device) -> TrainConfig:
     """The resolved config; refuses what cannot work before any text is tokenized."""
-    if is_tokens(config.data.train_data_path):
+    if is_tokens(config.data.train_data_path) or config.data.stages:
         from drumline.data import with_token_facts
 
         config = with_token_facts(config)
@@ -178,12 +185,10 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
     if not world.is_rank0:
         return Records([], log=None, silent=True)
     records = Records([JsonlSink(folder.metrics)], log=folder.log)
-    if config.records.tensorboard or config.records.use_wandb or config.records.sink:
-        from drumline.report import add_trackers
+    if any((config.records.tensorboard, config.records.use_wandb, config.records.sink)) or config.batch.epochs:
+        from drumline.train.advice import add_to
 
-        add_trackers(records, config.records, folder, settings=asdict(config))
-    if config.batch.epochs is not None:
-        records.formats = with_epochs(config.batch.epochs)
+        add_to(records, config, folder)
     if config.run.eval_tasks:
         records.formats = room("evals").with_task_formats(records.formats)
     stored = to_toml(replace(config, run=replace(config.run, resume_from="auto", allow_change=())))
@@ -200,10 +205,12 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
 
 def _batches(config: TrainConfig, data: Data, *, total_steps: int) -> TokenBatches:
     assert config.model.context is not None and config.batch.short_contexts is not None
-    make = TokenBatches if data.train.targets is None else room("chats").ChatBatches
-    if config.data.skip_list:
-        make = room("reasons").without_skipped(config.data.skip_list)
-    batches: TokenBatches = make(
+    make: Callable[..., TokenBatches] = TokenBatches
+    if any((data.train.packer, config.data.skip_list, data.mix, "://" in config.data.train_data_path)):
+        from drumline.train.advice import other_batches
+
+        make = other_batches(config, data, total_steps=total_steps)
+    batches = make(
         data.train,
         plan_batches(config.batch, default_batch_size=1, world_size=1),
         context=config.model.context,
@@ -217,20 +224,22 @@ def _batches(config: TrainConfig, data: Data, *, total_steps: int) -> TokenBatch
 def set_up(
     config: TrainConfig, folder: RunFolder, data: Data, world: World, *, total_steps: int, goes_on: bool = False
 ) -> Setup:
-    """goes_on: the weights will be restored, so they are initialized only if nothing valid is left"""
-    run = config.run
+    """goes_on: the weights will be restored, so they are initialized only if nothing valid is left
+
+    Those of a sharded GPT are initialized later in any case, as no rank has all of them.
+    """
     batches = world.on_all_ranks(lambda: _batches(config, data, total_steps=total_steps))
     make, initialize = partial(_model, config, data, world), None
-    if goes_on and config.model.model == "gpt":
+    if config.model.model == "gpt" and (goes_on or config.ranks.shard != "none"):
         from drumline.model import uninitialized
 
-        model, initialize = uninitialized(make, world.device)
-        if config.model.init_from is not None:
+        model, initialize = uninitialized(make, world.device, ranks=None if config.ranks.shard == "none" else world)
+        if config.model.init_from is not None and goes_on:
             initialize = partial(room("huggingface").begin_again, config, folder, model, world)
     else:
         model = make()
-    facts = {"train_data": data.train.sha256 or f"{len(data.train)} tokens", "vocab_size": data.vocab_size}
-    facts |= batches.facts
+    train_data = data.train.sha256 or f"{len(data.train)} tokens"
+    facts = {"train_data": train_data, "vocab_size": data.vocab_size, **batches.facts}
     if world.size > 1:
         from drumline.train.ranks import agree
 
@@ -242,17 +251,12 @@ def set_up(
         world=world,
         step=step,
         batches=batches,
-        seed=run.seed,
+        seed=config.run.seed,
         lr=partial(learning_rate, optim=optim, total_steps=total_steps),
-        resume_from=what_to_resume(run.resume_from, folder, world, started_again=own_pulse().started_again),
-        allow_change=run.allow_change,
-        retention=Retention(last=run.keep_checkpoints, every=run.keep_every, best=run.keep_best),
-        guard_rules=GuardRules(
-            on_nonfinite=run.on_nonfinite,
-            max_nonfinite=run.max_nonfinite,
-            spike_factor=run.spike_factor,
-            max_rollbacks=run.max_rollbacks,
-        ),
+        resume_from=what_to_resume(config.run.resume_from, folder, world, started_again=own_pulse().started_again),
+        allow_change=config.run.allow_change,
+        retention=Retention(last=config.run.keep_checkpoints, every=config.run.keep_every, best=config.run.keep_best),
+        guard_rules=GuardRules(**{rule.name: getattr(config.run, rule.name) for rule in fields(GuardRules)}),
         facts=facts,
         config_sha256=hashlib.sha256(to_toml(config).encode()).hexdigest()[:12],
         flops_per_item=lambda at: _flops(model, batches, at),
@@ -270,7 +274,8 @@ def _flops(model: nn.Module, batches: TokenBatches, step: int) -> float:
 def _model(config: TrainConfig, data: Data, world: World) -> nn.Module:
     torch.manual_seed(mix(config.run.seed))
     built = room("kernels").with_kernels(config, world.device) if world.device.type == "cuda" else config
-    model = world.on_all_ranks(lambda: build_model(built, vocab_size=data.vocab_size)).to(world.device)
+    model = world.on_all_ranks(lambda: build_model(built, vocab_size=data.vocab_size))
+    model = model.to(world.device) if config.ranks.shard == "none" else model  # each part goes where it belongs
     if config.model.model != "gpt":
         from drumline.model import check_loss
 
@@ -279,6 +284,8 @@ def _model(config: TrainConfig, data: Data, world: World) -> nn.Module:
 
 
 def _step(config: TrainConfig, model: nn.Module, batches: TokenBatches, world: World) -> Step:
+    if (config.ranks.shard, config.run.offload) != ("none", "none"):
+        return room("sharding").sharded_step(config, model, batches, world)  # type: ignore[no-any-return]
     allow_tf32()
     precision = Precision.of(world.device, pick_dtype(config.run.dtype, world.device))
     if config.run.compile:
@@ -287,7 +294,7 @@ def _step(config: TrainConfig, model: nn.Module, batches: TokenBatches, world: W
     backward = Backward(token_objective, precision, batches.plan.sequences * batches.tokens_per_item, strategy.scale)
     if world.device.type == "cuda":
         backward = room("kernels").with_graphs(backward, model, strategy)
-    optimizer = make_optimizer(model, config.optim)
+    optimizer = make_optimizer(model, config.optim, exact=config.ranks.bitwise)
     return Step(model, optimizer, strategy, backward, precision, config.optim.grad_clip or 0.0)
 
 
@@ -302,15 +309,14 @@ def _intervals(config: TrainConfig, *, total_steps: int) -> Intervals:
         eval_every=run.eval_every or tenth,
         save_every=Fraction(run.save_every or tenth),
         snapshot_every=(None if restarted else 0) if run.snapshot_every == "auto" else run.snapshot_every,
+        snapshot_copies=run.snapshot_copies,
         compare_every=run.check_replicas_every or 0,
     )
 
 
-def _sample(config: TrainConfig, data: Data, setup: Setup, records: Records, step: int) -> None:
-    room("generate").write_sample(setup.step.model, data.tokenizer, setup.folder, records, config, step=step)
-
-
 def _evaluator(config: TrainConfig, data: Data, setup: Setup) -> Callable[[Pulse], Record] | None:
+    if data.mix is not None and data.mix.valid:
+        return data.mix.evaluator(config, data, setup)  # type: ignore[no-any-return]
     tokens = room("evals").data_for_tasks(config, data, setup.world) if config.run.eval_tasks else data.valid
     if tokens is None:
         return None

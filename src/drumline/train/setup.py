@@ -60,6 +60,7 @@ class Intervals:
     """May be fractional, as in epochs: due at the first step that reaches a multiple."""
     snapshot_every: int | None = 0
     """Steps between in-memory snapshots; 0: none; None: as often as costs little."""
+    snapshot_copies: int = 1
     compare_every: int = 0
     """Steps between comparisons of the ranks' weights, besides those before each save; 0: none."""
 

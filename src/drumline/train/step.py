@@ -102,6 +102,8 @@ class StepResult:
     """What any rank wants; the same on all ranks."""
     work_s: tuple[float, ...] = ()
     """Seconds of each rank's own work, if measured, then its lap, if there is one; the same on all ranks."""
+    more: tuple[tuple[str, float], ...] = ()
+    """What else a record of the step has."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class Step:
         own_pulse().clock.enter("optimizer")
         scaler, optimizer = self.precision.scaler, self.optimizer
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = self.strategy.norm(gradients)
         numbers = torch.cat((gradient.totals, gradient.own_loss.reshape(1), norm.reshape(1).float()))
         if lr is not None:
             for group in optimizer.param_groups:
@@ -174,14 +176,8 @@ def _may_update_unread(numbers: Tensor, optimizer: torch.optim.Optimizer) -> boo
 
 def _result(numbers: list[float]) -> StepResult:
     mean_loss, stop, save, snapshot, *work_s, own_loss, grad_norm = numbers
-    return StepResult(
-        mean_loss,
-        grad_norm,
-        updated=math.isfinite(mean_loss) and math.isfinite(grad_norm),
-        own_loss=own_loss,
-        votes=Votes(stop > 0, save > 0, snapshot > 0),
-        work_s=tuple(work_s),
-    )
+    updated, votes = math.isfinite(mean_loss) and math.isfinite(grad_norm), Votes(stop > 0, save > 0, snapshot > 0)
+    return StepResult(mean_loss, grad_norm, updated=updated, own_loss=own_loss, votes=votes, work_s=tuple(work_s))
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -52,10 +52,11 @@ def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: 
     ]
     if config.model.positions == "rope" or config.model.recipe == "modern":
         lines.append(f"export {room('huggingface').export_note(config.model)}")
-    if "LOCAL_WORLD_SIZE" in os.environ or config.batch.minutes or os.getloadavg()[0] > (os.cpu_count() or 1):
+    others = config.ranks.shard != "none" or os.getloadavg()[0] > (os.cpu_count() or 1)
+    if "LOCAL_WORLD_SIZE" in os.environ or config.batch.minutes or others:
         from drumline.train.advice import advice
 
-        lines += advice(config, device=precision.device.type, total_steps=total_steps)
+        lines += advice(config, setup.step, total_steps=total_steps)
     is_fused: Any = getattr(setup.step.model, "is_fused", None)
     if config.run.compile or (is_fused and is_fused(precision.device, precision.dtype)):
         lines.append("compiling: the first step will take a while")
@@ -90,17 +91,14 @@ def write_report(folder: RunFolder, records: Records) -> None:
 
 
 def _show_results(config: TrainConfig, data: Data, setup: Setup, records: Records, result: FitResult) -> None:
-    folder, generate, next_steps = setup.folder, room("generate"), [command("runs")]
-    if data.valid is not None:
-        next_steps.insert(0, command("evaluate", folder.path))
+    folder, generate = setup.folder, room("generate")
+    next_steps = [*([] if data.valid is None else [command("evaluate", folder.path)]), command("runs")]
     if data.tokenizer is not None and generate.can_write(setup.step.model):
-        prompt = config.records.sample_prompt
+        model, prompt, tokenizer = setup.step.model, config.records.sample_prompt, data.tokenizer
         settings = generate.SampleConfig(max_tokens=120, seed=config.run.seed)
-        tokenizer, context = data.tokenizer, config.model.context
-        ids = generate.generate(
-            setup.step.model, tokenizer.encode(prompt), settings, end_of_text=tokenizer.end_of_text, context=context
-        )
-        text = tokenizer.decode(list(ids))
+        limits = {"context": config.model.context, "vocabulary": tokenizer.vocab_size}
+        end, ids = tokenizer.end_of_text, tokenizer.encode(prompt)
+        text = tokenizer.decode([*generate.generate(model, ids, settings, end_of_text=end, **limits)])
         records.line(folder.samples, {"step": result.step, "prompt": prompt, "text": text})
         text = (prompt + text).translate(generate.VISIBLE)
         records.say("\n".join(["\nsample:", *(f"  | {line}" for line in text.splitlines())]))

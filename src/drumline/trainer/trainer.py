@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -98,6 +98,10 @@ class Trainer:
     backend: Backend = "auto"
     bitwise: bool = False
     """Bitwise identical results on any number of ranks."""
+    shard: int | Literal["none", "full", "host"] = "none"
+    """Spread weights, gradients and optimizer state over all ranks (full), those of each host, or groups of so many."""
+    shard_units: Sequence[str] = ()
+    """Names of the modules whose weights are gathered one after another. Default: the largest repeated block."""
     grad_clip: float = 0.0
     """Maximum gradient norm; 0: no clipping."""
     keep_checkpoints: int = 3
@@ -105,6 +109,8 @@ class Trainer:
     max_nonfinite: int = 5
     snapshot_every: int = 0
     """Steps between in-memory snapshots; 0: none."""
+    snapshot_copies: int = 1
+    """With shards on several hosts: how many of them have each shard of a snapshot."""
     allow_change: Sequence[str] = ()
     """Facts that may differ from those of the run that is resumed."""
     facts: dict[str, Any] | None = None
@@ -174,6 +180,10 @@ class Trainer:
             plan = self._new_plan(world)
         else:
             plan = divided(stored, self._source.batch_size, ranks=world.size, bitwise=self.bitwise)
+        if self.shard != "none":
+            from drumline.sharding import dealt
+
+            plan = dealt(plan, bitwise=self.bitwise)
         batches = DatasetBatches(self._source, plan, seed=self.seed, share=plan.share(world.rank, world.size))
         factor = scale_factor(self.scale_lr, self.base_batch_size, global_batch_size=plan.sequences)
         if self.lr is None and self.scheduler is None and factor == 1.0:
@@ -232,6 +242,7 @@ class Trainer:
             eval_every=eval_every or (max(1, last // 10) if epochs is None else each_epoch),
             save_every=(save_every or self.save_every or last) * unit,
             snapshot_every=self.snapshot_every,
+            snapshot_copies=self.snapshot_copies,
         )
         self._settle(last)
         with ExitStack() as open_parts:
@@ -261,9 +272,24 @@ class Trainer:
         return [SnapshotFile(Path(path))] if isinstance(path, str | Path) else []
 
     def _step(self, plan: BatchPlan, world: World) -> Step:
+        precision = Precision.of(world.device, pick_dtype(self.dtype, world.device))
+        if self.shard != "none":
+            from drumline.sharding import script_step
+
+            return script_step(
+                self.model,
+                self.optimizer,
+                objective_of(self.loss),
+                plan,
+                world,
+                shard=self.shard,
+                units=self.shard_units,
+                precision=precision,
+                bitwise=self.bitwise,
+                grad_clip=self.grad_clip,
+            )
         model = self.model.to(world.device)
         strategy = make_strategy(model, plan, world, bitwise=self.bitwise)
-        precision = Precision.of(world.device, pick_dtype(self.dtype, world.device))
         backward = Backward(objective_of(self.loss), precision, plan.sequences, strategy.scale)
         return Step(model, self.optimizer, strategy, backward, precision, self.grad_clip)
 

@@ -32,12 +32,16 @@ def validate(
 ) -> Record:
     """valid_loss and valid_NAME of each metric: means over all samples."""
     bounds = [len(source) * rank // world.size for rank in (world.rank, world.rank + 1)]
-    numbers = range(*bounds)
+    chunks = _chunks(range(*bounds), source.batch_size)
+    # As many on each rank: a forward of a sharded model takes all of them.
+    missing = len(_chunks(range(-(-len(source) // world.size)), source.batch_size)) - len(chunks)
     sums, counted = [0.0] * (1 + len(metrics)), 0
     with _evaluating(model):
-        for batch in _batches(source, numbers):
+        for number, batch in enumerate(_batches(source, [*chunks, *[range(1)] * missing])):
             with precision.autocast():
                 result = computed(loss, model, to_device(batch, precision.device))
+                if number >= len(chunks):
+                    continue
                 values = [result.loss, *(metric(result.prediction, result.target) for metric in metrics.values())]
             sums = [total + float(value) * result.samples for total, value in zip(sums, values, strict=True)]
             counted += result.samples
@@ -50,8 +54,11 @@ def validate(
     return {name: total / count for name, total in zip(names, totals, strict=True)}
 
 
-def _batches(source: Source, numbers: Sequence[int]) -> Iterator[Any]:
-    chunks = [numbers[start : start + source.batch_size] for start in range(0, len(numbers), source.batch_size)]
+def _chunks(numbers: range, size: int) -> list[range]:
+    return [numbers[start : start + size] for start in range(0, len(numbers), size)]
+
+
+def _batches(source: Source, chunks: Sequence[range]) -> Iterator[Any]:
     if not source.workers:
         yield from map(source.read, chunks)
         return

@@ -107,7 +107,7 @@ def _tensors(folder: RunFolder, checkpoint: Path, kind: str) -> Iterator[tuple[s
             for name, tensor in header.items():
                 if name != "__metadata__":
                     elements = int(np.prod([int(n) for n in tensor["shape"]], dtype=np.int64))
-                    yield str(name), elements, elements * _DTYPE_BYTES.get(str(tensor["dtype"]), 1)
+                    yield str(name).partition("@")[0], elements, elements * _DTYPE_BYTES.get(str(tensor["dtype"]), 1)
 
 
 def versions_of(folder: RunFolder) -> dict[str, Any]:

@@ -255,8 +255,8 @@ class _Check:
                     posted[each.number] = self._messenger.read(f"{key}/{each.number}")
                     if "error" in posted[each.number]:  # by now the others have failed too, or are gone
                         until = min(until, time.monotonic() + _GRACE_S)
-            if doing and time.monotonic() > say_at:
-                busy = ", ".join(label(each, hosts) for each in hosts if each.number not in posted)
+            busy = ", ".join(label(each, hosts) for each in hosts if each.number not in posted)
+            if doing and busy and time.monotonic() > say_at:
                 self._say(f"waiting for {busy}: {doing}")
                 say_at += 2 * _SAY_S
             time.sleep(_WAIT_S)
