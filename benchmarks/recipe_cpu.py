@@ -90,9 +90,9 @@ def train(folder: Path, flags: str, *, steps: int, changed: str = "") -> Trained
     return Trained(bits_per_byte=bits, tokens_per_s=speed, wall_s=wall_s)
 
 
-def side_by_side(folder: Path, runs: Sequence[tuple[str, int, str]]) -> Iterator[Trained]:
+def side_by_side(folder: Path, runs: Sequence[tuple[str, int, str]], *, at_once: int = 2) -> Iterator[Trained]:
     """Train each (flags, steps, what is changed), two at a time."""
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         yield from pool.map(lambda run: train(folder, run[0], steps=run[1], changed=run[2]), runs)
 
 
@@ -106,8 +106,9 @@ def compare(folder: Path, steps: int) -> None:
     print(f"modern / classic  {modern.bits_per_byte / classic.bits_per_byte:.3f} (target: at most 0.85)")
 
 
-def to_the_same_loss(folder: Path, steps: int) -> None:
+def to_the_same_loss(folder: Path, steps: int, *, seed: int, at_once: int) -> None:
     """How much sooner the better of both recipes ends at the loss of the other."""
+    flags = f"--seed {seed} --recipe"
     print(f"{'':<10}{'steps':>6}{'bits/byte':>12}{'tokens/s':>11}{'seconds':>9}")
 
     def show(name: str, taken: int, trained: Trained) -> None:
@@ -115,14 +116,15 @@ def to_the_same_loss(folder: Path, steps: int) -> None:
         print(f"{name:<10}{taken:>6}{numbers}", flush=True)
 
     names = ("modern", "portable")
-    both = dict(zip(names, side_by_side(folder, [(f"--recipe {name}", steps, "") for name in names]), strict=True))
+    whole = side_by_side(folder, [(f"{flags} {name}", steps, "") for name in names], at_once=at_once)
+    both = dict(zip(names, whole, strict=True))
     for name, trained in both.items():
         show(name, steps, trained)
     better, other = sorted(names, key=lambda name: both[name].bits_per_byte)
     shares = (0.7, 0.5, 0.4, 0.3)
-    shorter = [(f"--recipe {better}", round(steps * share), "") for share in shares]
+    shorter = [(f"{flags} {better}", round(steps * share), "") for share in shares]
     enough = 1.0
-    for share, trained in zip(shares, side_by_side(folder, shorter), strict=True):
+    for share, trained in zip(shares, side_by_side(folder, shorter, at_once=at_once), strict=True):
         show(better, round(steps * share), trained)
         enough = share if trained.bits_per_byte <= both[other].bits_per_byte else enough
     ratio = both[better].tokens_per_s / both[other].tokens_per_s / enough
@@ -147,6 +149,8 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, help="of the modern recipe. Default: the preset's; a fifth or half with a flag"
     )
+    parser.add_argument("--seed", type=int, default=0, help="of --portable (default 0)")
+    parser.add_argument("--at_once", type=int, default=2, help="runs side by side, of --portable (default 2)")
     arguments = parser.parse_args()
     usual = STEPS
     header()
@@ -156,7 +160,7 @@ def main() -> None:
         if arguments.ablate:
             ablate(folder, arguments.steps or usual // 5)
         elif arguments.portable:
-            to_the_same_loss(folder, arguments.steps or usual // 2)
+            to_the_same_loss(folder, arguments.steps or usual // 2, seed=arguments.seed, at_once=arguments.at_once)
         else:
             compare(folder, arguments.steps or usual)
 

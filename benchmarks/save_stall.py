@@ -59,7 +59,24 @@ def main() -> None:
             figures = f"median {median(times):.4f}, mean {mean(times):.4f}, worst {max(times):.3f}"
             print(f"step, s            {figures} ({name})")
         undisturbed = mean([*step_s[0], *step_s[2]])
+        for name in ("saved", "snapshot"):
+            longer = extra(step_s[1], first, events, name) / undisturbed
+            print(f"meanwhile          steps take {longer:+.1%} ({name})")
         print(f"goodput            {undisturbed / mean(step_s[1]):.4f} of that without")
+
+
+def extra(step_s: list[float], first: int, events: list[dict[str, Any]], name: str) -> float:
+    """How much longer the steps are, on average, while a save or a snapshot is being completed (and no save is)."""
+    under_way: dict[str, set[int]] = {"saved": set(), "snapshot": set()}
+    for event in events:
+        lasts_s = event["complete_s"] if event["event"] == "snapshot" else event["written_s"] + event.get("check_s", 0)
+        number, left_s = event["step"] - first, lasts_s
+        while 0 <= number < len(step_s) and left_s > 0:
+            under_way[event["event"]].add(number)
+            number, left_s = number + 1, left_s - step_s[number]
+    chosen = under_way[name] - (under_way["saved"] if name == "snapshot" else set())
+    others = [each for number, each in enumerate(step_s) if number not in under_way["saved"] | under_way["snapshot"]]
+    return mean(step_s[number] for number in chosen) - mean(others) if chosen and others else 0.0
 
 
 def show(events: list[dict[str, Any]], *, plain_write_s: float) -> None:
