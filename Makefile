@@ -10,7 +10,7 @@ train: $(VENV)/.train
 	$(BIN)/drumline train $(ARGS)
 
 test: $(VENV)/.dev system-packages lint
-	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS) || BIN=$(BIN) tests/once-more $$? $(ARGS)
 	PYTHON=$(CURDIR)/$(BIN)/python tests/without-tools
 
 drill: $(VENV)/.train

@@ -23,7 +23,9 @@ _BLOCK = 4096
 
 @triton.jit
 def _adamw_kernel(
-    table,  # int64 (6, blocks): addresses of a block's weights, gradients, both moments and step; its length
+    blocks,  # int64 (3, blocks): number of a block's tensor, where the block starts in it, its length
+    addresses,  # int64 (5, tensors): weights, gradients, both moments, step
+    tensors,
     divisor,  # float32: divides the gradients
     skipped,  # float32: above 0 to skip the update
     lr, eps, kept,
@@ -31,16 +33,16 @@ def _adamw_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of at most BLOCK values."""
-    block = table + tl.program_id(0)
-    blocks = tl.num_programs(0)
-    at = tl.arange(0, BLOCK)
-    count = tl.load(block + 5 * blocks)
-    inside = at < count
-    weight = tl.load(block).to(tl.pointer_type(tl.float32)) + at
-    gradient = tl.load(block + blocks).to(tl.pointer_type(tl.float32)) + at
-    mean = tl.load(block + 2 * blocks).to(tl.pointer_type(tl.float32)) + at
-    square = tl.load(block + 3 * blocks).to(tl.pointer_type(tl.float32)) + at
-    step = tl.load(tl.load(block + 4 * blocks).to(tl.pointer_type(tl.float32))).to(tl.float64)
+    block = blocks + tl.program_id(0)
+    address = addresses + tl.load(block)
+    start = tl.load(block + tl.num_programs(0)) + tl.arange(0, BLOCK)
+    count = tl.load(block + 2 * tl.num_programs(0))
+    inside = tl.arange(0, BLOCK) < count
+    weight = tl.load(address).to(tl.pointer_type(tl.float32)) + start
+    gradient = tl.load(address + tensors).to(tl.pointer_type(tl.float32)) + start
+    mean = tl.load(address + 2 * tensors).to(tl.pointer_type(tl.float32)) + start
+    square = tl.load(address + 3 * tensors).to(tl.pointer_type(tl.float32)) + start
+    step = tl.load(tl.load(address + 4 * tensors).to(tl.pointer_type(tl.float32))).to(tl.float64)
     g = tl.load(gradient, mask=inside, other=0.0) / tl.load(divisor)
     m = tl.load(mean, mask=inside, other=0.0) * beta1 + g * rest1
     v = tl.load(square, mask=inside, other=0.0) * beta2 + g * g * rest2
@@ -48,7 +50,7 @@ def _adamw_kernel(
     rate = lr / (1.0 - tl.exp2(step * log1)).to(tl.float32)
     correction = tl.sqrt((1.0 - tl.exp2(step * log2)).to(tl.float32))
     w = tl.load(weight, mask=inside, other=0.0) * kept - rate * m / (tl.sqrt(v) / correction + eps)
-    changes = at < tl.where(tl.load(skipped) == 0.0, count, 0)
+    changes = tl.arange(0, BLOCK) < tl.where(tl.load(skipped) == 0.0, count, 0)
     tl.store(mean, m, mask=changes)
     tl.store(square, v, mask=changes)
     tl.store(weight, w, mask=changes)
@@ -84,11 +86,11 @@ class OnePassAdamW(torch.optim.AdamW):
             for whole in (weights, gradients, means, squares)
         )
         lists = (weights, gradients, means, squares, steps)
-        addresses = tuple(tuple(tensor.data_ptr() for tensor in each) for each in lists)
-        table = _table(addresses, tuple(weight.numel() for weight in weights), device)
-        _adamw_kernel[(table.size(1),)](
-            table, one if divisor is None else divisor, skipped, float(group["lr"]), float(group["eps"]),
-            1.0 - group["lr"] * group["weight_decay"],
+        addresses = torch.tensor([[tensor.data_ptr() for tensor in each] for each in lists])
+        blocks = _blocks(tuple(weight.numel() for weight in weights), device)
+        _adamw_kernel[(blocks.size(1),)](
+            blocks, _there(addresses, device), len(weights), one if divisor is None else divisor, skipped,
+            float(group["lr"]), float(group["eps"]), 1.0 - group["lr"] * group["weight_decay"],
             *(number for beta in group["betas"] for number in (float(beta), 1.0 - beta, _log2(beta))),
             BLOCK=_BLOCK, num_warps=8,
         )  # fmt: skip
@@ -106,15 +108,15 @@ def _log2(beta: float) -> float:
 
 
 @functools.lru_cache(maxsize=8)
-def _table(addresses: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Addresses for the kernel, int64 (6, blocks). Cached: tensors stay in place for many steps.
-
-    addresses: of n float32 tensors of these sizes each, the last ones scalars
-    """
+def _blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """Tensors of these sizes in blocks for the kernel. Apart from the addresses: gradients change theirs at any step,
+    and a large model has hundreds of thousands of blocks."""
     counts = torch.tensor([triton.cdiv(size, _BLOCK) for size in sizes])
-    which = torch.repeat_interleave(torch.arange(len(sizes)), counts)  # each block's tensor
-    start = (torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]) * _BLOCK  # its offset there
-    *whole, scalars = (torch.tensor(each)[which] for each in addresses)
+    which = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    start = (torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]) * _BLOCK
     left = (torch.tensor(sizes)[which] - start).clamp(max=_BLOCK)
-    table = torch.stack((*(each + 4 * start for each in whole), scalars, left))
+    return _there(torch.stack((which, start, left)), device)
+
+
+def _there(table: Tensor, device: torch.device) -> Tensor:
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
