@@ -63,6 +63,8 @@ def test_activations_are_estimated_as_what_backward_is_given(preset: tuple[str, 
         ("modern-xl", {"recipe": "classic"}, 16, 50.7 * GIB),
         ("gpt2-xl", {}, 8, 46.1 * GB),
         ("gpt2-xl", {"ranks": RanksConfig(shard="full")}, 8, 43.4 * GB),
+        ("llama-3b", {}, 4, 70.8 * GB),
+        ("llama-3b", {"ranks": RanksConfig(shard="full")}, 4, 65.7 * GB),
     ],
 )
 def test_the_estimate_is_within_a_tenth_of_what_was_measured_on_an_h200(
@@ -72,7 +74,7 @@ def test_the_estimate_is_within_a_tenth_of_what_was_measured_on_an_h200(
     config = config_of(preset, **settings)
     memory = estimate(
         config,
-        tokens=sequences * 1024,
+        tokens=sequences * (config.model.context or 0),
         vocab_size=VOCABULARY,
         device=torch.device("cuda"),
         dtype=torch.bfloat16,

@@ -158,7 +158,9 @@ def test_on_a_gpu_kernels_and_torch_sample_nearly_the_same_in_half_precision(nam
             engine.submit(each)
         finish(engine)
         texts.append([collected(each).ids for each in requests])
-    assert all(len(text) == 100 for text in texts[0]) and texts[0][0][:3] == texts[1][0][:3]
+    assert all(len(text) == 100 for text in texts[0])
+    # A rounding decides where two tokens are as likely: seldom among the first ones, and then in one of the texts.
+    assert sum(one[:3] == other[:3] for one, other in zip(*texts, strict=True)) >= 3
 
 
 @NEEDS_CUDA

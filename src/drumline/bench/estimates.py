@@ -120,8 +120,8 @@ def _block_bytes(model: ModelSettings, dtype: torch.dtype, device: torch.device)
         exact = 4 if device.type == "cuda" else dtype.itemsize  # autocast computes it in float32 on a GPU
         return numbers * dtype.itemsize + 2 * width * exact
     normed = 2 * width + (queries + keys if options.qk_norm else 0)
-    if dtype != torch.float32:  # its input and its output, in float32
-        return numbers * dtype.itemsize + 8 * normed
+    if dtype != torch.float32:  # its input in float32, and where it is not one kernel its output
+        return numbers * dtype.itemsize + (4 if device.type == "cuda" else 8) * normed
     return (numbers + 2 * width + (normed if options.norm_weights else 0)) * dtype.itemsize
 
 
