@@ -91,8 +91,9 @@ def show(events: list[dict[str, Any]], *, plain_write_s: float) -> None:
                 f"{median(times):>17.3f}{max(times):>8.3f}"
             )
     if saves:
-        written, copy, write = (median(row[part] for row in saves) for part in ("written_s", "copy_s", "write_s"))
-        print(f"parts of a save    {copy:.3f} s to the host, {write:.3f} s to the disk")
+        written = median(row["written_s"] for row in saves)
+        parts = ", ".join(f"{row['copy_s']:.2f} + {row['write_s']:.2f}" for row in saves)
+        print(f"saves, s           to the host + to the disk: {parts}")
         print(
             f"plain write        {plain_write_s:.3f} s with 8 threads and fsync: "
             f"saves reach {plain_write_s / written:.2f} of its speed"

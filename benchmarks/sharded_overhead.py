@@ -29,7 +29,7 @@ from drumline.sharding.wrapping import How
 from drumline.train.step import Backward, Precision
 from drumline.train.step import Step as TrainStep
 
-KEPT, GIVEN_BACK = 32 << 20, 8 << 20
+KEPT, GIVEN_BACK = 32 << 20, 16 << 20
 """Tensors up to this size are kept when they are freed: what glibc's limit grows to, and drumline's."""
 
 

@@ -21,7 +21,7 @@ from drumline.units import counted
 Shard = int | Literal["none", "full", "host"]
 REPLICATE, SHARD = "replicate", "shard"
 """Names of the dimensions of a mesh."""
-_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 8 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _MAPPED_BYTES = -1, -3, 16 << 20
 
 
 def check_shard(shard: Shard, world_size: int) -> int:
@@ -76,7 +76,9 @@ def _give_back_what_is_freed() -> None:
     Small ones it may keep: to map them anew takes longer.
     """
     with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, 2 * _MAPPED_BYTES)  # as glibc does, until one of the two is set
 
 
 def _leave() -> None:
