@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from drumline.cli.app import run_command
-from drumline.data import Corpus, Prepared, Progress, Recipe, Tokenizer, TokenWriter, cutting, preparing, sources
-from drumline.encoding import ahead, journal, parts, stretches
+from drumline.data import Corpus, Progress, Recipe, Tokenizer, TokenWriter, cutting, preparing, sources
+from drumline.encoding import journal, parts, stretches
 from drumline.encoding.fast import FastTokenizer
 from drumline.errors import DataError
 
@@ -120,7 +120,7 @@ def test_a_file_of_lines_is_shared_in_ranges_that_name_the_lines_of_the_whole(tm
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from drumline.data import Corpus, Recipe, Tokenizer, TokenWriter, preparing, tokens
+from drumline.data import Corpus, Progress, Recipe, Tokenizer, TokenWriter, preparing, tokens
 from drumline.encoding import ahead, joining, journal, parts, stretches
 import drumline.data.cutting
 sizes, source, out, tokenizer, moment, count = sys.argv[1:]
@@ -372,28 +372,6 @@ def test_one_process_that_finds_other_ids_makes_all_encode_anew(
     made = preparing.prepare(recipe(source), tmp_path / "out", workers=2)
     assert contents(tmp_path / "out") == expected
     assert "; encoded slowly, by tokenizers: gigatoken gives other ids" in made.skipped.note
-
-
-def test_no_more_text_is_being_encoded_than_was_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken = written = most = 0
-    plain = parts.in_batches
-
-    def counted(*arguments: Any) -> Iterator[Any]:
-        nonlocal taken, most
-        for batch in plain(*arguments):
-            most = max(most, taken - written)
-            taken += batch.text_bytes
-            yield batch
-
-    def note(progress: Progress) -> None:
-        nonlocal written
-        written = progress.text_bytes if progress.stage == "encoding" else written
-
-    monkeypatch.setattr(ahead, "ENCODING_BYTES", 9000)
-    monkeypatch.setattr(parts, "in_batches", counted)
-    made: Prepared = preparing.prepare(recipe(one_file(tmp_path)), tmp_path / "out", progress=note)
-    assert taken == written == sum(split.text_bytes for split in made.manifest.splits.values()) > 100_000
-    assert 6000 < most <= 9000
 
 
 def test_the_command_says_what_was_encoded_before_and_refuses_no_workers(
