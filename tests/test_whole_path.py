@@ -143,5 +143,6 @@ def test_gpt_2_from_transformers_is_trained_on_two_ranks_and_goes_back(
     assert all(after[name].shape == value.shape and not after[name].equal(value) for name, value in before.items())
     model, tokenizer = by_transformers("trained")
     assert_same_logits("small", model, tokenizer)
-    with serving("small") as client:
-        assert_answers(client, text=written_by(model, tokenizer))
+    for served in ("small", "trained"):  # a run, and a folder of Hugging Face
+        with serving(served) as client:
+            assert_answers(client, text=written_by(model, tokenizer))

@@ -1,4 +1,4 @@
-"""The folder of a Hugging Face model is sampled from, talked to, served and evaluated as a run of it is."""
+"""The folder of a Hugging Face model is sampled from, talked to and evaluated as a run of it is."""
 
 from __future__ import annotations
 
