@@ -44,6 +44,11 @@ def test_a_misspelled_option_is_answered_with_the_nearest(capsys: pytest.Capture
     assert "--batch_size" in said(capsys, "train", "--batch_sise", "2")
 
 
+def test_a_number_or_a_word_is_asked_for_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert 'unable to convert "half" into int or one of: none, full, host.' in said(capsys, "train", "--shard", "half")
+    assert "into int or one of: auto." in said(capsys, "train", "--snapshot_every", "often")
+
+
 def test_an_unknown_preset_is_a_wrong_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean --preset modern?" in said(capsys, "train", "--preset", "modrn")
 

@@ -92,4 +92,5 @@ def explained(error: CycloptsError, words: Sequence[str]) -> UsageError:
         name = str(error.token.keyword or error.token.value).lstrip("-").replace("-", "_")
         if name in _MEANT:
             return UsageError(f"there is no option --{name}", fix=f"use --{_MEANT[name]}; {help_}")
-    return UsageError(re.sub(r"\s+", " ", str(error)), fix=help_)
+    said = re.sub(r"\s+", " ", str(error))
+    return UsageError(re.sub(r"\|Literal\[([^]]*)\]", r" or one of: \1", said), fix=help_)
