@@ -65,9 +65,11 @@ def fast_trained(sample: Sequence[str], *, vocab_size: int, folder: Path) -> Tok
     finally:
         for path in (text, merges):
             path.unlink(missing_ok=True)
-    # It also merges pairs that occur only once, which come last; then what is needed is the merges before them.
+    # Where pairs that occur twice run out, it merges those that occur once, and those that no longer occur, even a
+    # second time: then what is needed is the merges before them.
+    is_full = tokenizer.vocab_size == vocab_size
     with suppress(EncoderError):
-        return tokenizer if _last_occurs_twice(tokenizer, sample) else None
+        return tokenizer if is_full and _last_occurs_twice(tokenizer, sample) else None
     return None
 
 
