@@ -44,8 +44,8 @@ for _signum, _usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 with contextlib.suppress(ImportError):  # on a machine that only runs the kernels' tests
     from hypothesis import settings
 
-    # A machine that has other work to do is slow at times, and that is no fault of what is tested. With the same examples
-    # each time, a change is not refused for what it has not touched; `search` looks for others.
+    # A machine that has other work to do is slow at times, and that is no fault of what is tested. With the same
+    # examples each time, a change is not refused for what it has not touched; `search` looks for others.
     settings.register_profile("search", deadline=None)
     settings.register_profile("same examples", deadline=None, derandomize=True)
     settings.load_profile("same examples")

@@ -49,6 +49,16 @@ def test_a_vocabulary_that_the_text_does_not_fill_is_trained_by_tokenizers(tmp_p
     assert "; tokenizer trained on a sample of 0.0 MB in 0." in note
 
 
+def test_gigatoken_trains_where_the_text_has_enough_for_each_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(learning, "fast_trained", lambda _, vocab_size, folder: asked.append(vocab_size))
+    for vocab_size in (258, 1000):
+        learning.train([HARD_TEXT * 100], vocab_size=vocab_size, folder=tmp_path, progress=lambda _: None)
+    assert asked == [258]
+
+
 def files(folder: Path) -> str:
     """Three files: two with half and a quarter of the text, the last a quarter; each has words of its own."""
     folder.mkdir()

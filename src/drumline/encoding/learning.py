@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer, trained by gigatoken: the same merges as by the tokenizers library, several times faster.
+"""A byte-level BPE tokenizer, trained by gigatoken: the same merges as by the tokenizers library, faster.
 
 It is trained by another process, because the library writes to the terminal and keeps its threads.
 """
@@ -28,6 +28,8 @@ from drumline.data import (
 from drumline.encoding.fast import FastTokenizer
 
 _SEPARATOR = b"\xff"  # in no UTF-8
+_BYTES_PER_TOKEN = 500
+"""Of the sample. With less, most merges are of rare pairs, and gigatoken takes longer than tokenizers."""
 _PROGRAM = r"""
 import json, pathlib, sys
 from gigatoken.gigatoken_rs import train_bpe
@@ -42,7 +44,9 @@ def train(sample: Sequence[str], *, vocab_size: int, folder: Path, progress: Pro
     started = time.perf_counter()
     text_bytes = sum(map(utf8_bytes, sample))
     meter = Meter("learning", progress, text_limit=text_bytes)
-    tokenizer = fast_trained(sample, vocab_size=vocab_size, folder=folder)
+    tokenizer: Tokenizer | None = None
+    if text_bytes >= _BYTES_PER_TOKEN * vocab_size:
+        tokenizer = fast_trained(sample, vocab_size=vocab_size, folder=folder)
     tokenizer = tokenizer or Tokenizer.train(sample, vocab_size=vocab_size)
     meter.on_text(text_bytes)
     meter.report()
