@@ -7,7 +7,6 @@ import io
 import multiprocessing
 import os
 import re
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import helpers.idle  # noqa: F401
+from drumline.network import free_port
 from drumline.signals import start_afresh
 
 TIMEOUT_S = 120
 RAISED = 99
-_LOST = re.compile(r"DistNetworkError|DistStoreError|EADDRINUSE|[Cc]onnection (closed|reset|refused)|Broken pipe")
+_LOST = re.compile(
+    r"DistNetworkError|DistStoreError|EADDRINUSE|port \d+ .* is in use|[Cc]onnection (closed|reset|refused)|Broken pipe"
+)
 
 # Forked from one server that has imported torch already, ranks start in milliseconds instead of seconds.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -64,10 +66,8 @@ def run_ranks(
 def _run_ranks(
     work: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], environ: dict[str, str] | None
 ) -> list[Outcome]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    size, processes, pipes = len(arguments), [], []
+    port, size = free_port(), len(arguments)
+    processes, pipes = [], []
     for rank in range(size):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
         variables = {

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from drumline.network import free_port
+
 LIMIT_S, UP_S = 120.0, 60.0
 """How long anything may take, and a cluster until it is there: it is tried twice."""
 CONFIG = """
@@ -40,16 +42,6 @@ PartitionName=all Nodes=ALL Default=YES State=UP OverSubscribe=FORCE:4
 """
 
 
-def free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    for probe in probes:
-        probe.bind(("127.0.0.1", 0))
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 @contextlib.contextmanager
 def two_nodes(folder: Path) -> Iterator[dict[str, str]]:
     """The environment in which `srun` finds a cluster of two nodes, for tests marked `needs("slurm")`."""
@@ -75,7 +67,8 @@ def _started(folder: Path) -> Iterator[dict[str, str]]:
     (folder / "key").write_bytes(os.urandom(64))
     (folder / "key").chmod(0o400)
     config = folder / "slurm.conf"
-    config.write_text(CONFIG.format(host=socket.gethostname().split(".")[0], folder=folder, ports=free_ports(3)))
+    ports, host = [free_port() for _ in range(3)], socket.gethostname().split(".")[0]
+    config.write_text(CONFIG.format(host=host, folder=folder, ports=ports))
     (folder / "gres.conf").write_text("".join(f"Name=gpu File=/dev/{file}\n" for file in ("null", "zero")))
     munge = [f"--{name}={folder}/{file}" for name, file in _MUNGE.items()]
     commands = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ import psutil
 _VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali")
 """Interfaces that do not lead outside the machine."""
 _BACKLOG = 4096
+_NEVER_GIVEN = range(20_000, 29_000)
+"""Ports from which no system chooses one for a connection (Linux begins at 32,768), Kubernetes none for a service."""
+_TRIES = 100
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,11 @@ def interface_towards(host: str) -> str | None:
 
 
 def free_port() -> int:
-    """A port that is not in use."""
+    """A port that is not in use, and that no connection of another program is given before it is taken."""
+    for _ in range(_TRIES):
+        port = secrets.choice(_NEVER_GIVEN)
+        if is_free(port):
+            return port
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
