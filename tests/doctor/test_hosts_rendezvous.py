@@ -14,9 +14,9 @@ from drumline.doctor.finding import Finding
 from drumline.doctor.hosts.check import check_hosts
 from drumline.doctor.hosts.rendezvous import Messenger, Rendezvous, find_rendezvous, rendezvous_at
 from drumline.doctor.hosts.report import data_hashes, nccl_address, own_facts
-from drumline.elastic.leader import is_here
 from drumline.errors import ConfigError
 from drumline.network.interfaces import Interface
+from drumline.rendezvous.leader import is_here
 
 TORCHRUN = dict(
     word.split("=")

@@ -14,7 +14,7 @@ from helpers.elastic_hosts import TIMEOUT_S, goes_on, kill, link, ranks, rendezv
 from helpers.hosts import Host, Started, two_hosts
 from helpers.small import small
 
-from drumline.elastic import rendezvous
+from drumline.rendezvous import joining
 from drumline.report.records import read_metrics
 
 pytestmark = [pytest.mark.needs("hosts"), pytest.mark.needs_shm]
@@ -96,7 +96,7 @@ def test_a_host_that_is_done_waits_for_the_last_work_of_the_other(
     _, b = hosts
     both = [train(host, *ENDPOINT, "--model", "last_work:GPT", nnodes="2", steps=20) for host in hosts]
     wait(lambda: step(tmp_path / "run") == 20 and not ranks(b), "the end of host b's rank", *both)
-    time.sleep(rendezvous._SILENT_S + 0.5)  # longer than a host that says nothing counts as alive
+    time.sleep(joining._SILENT_S + 0.5)  # longer than a host that says nothing counts as alive
     (tmp_path / "done").touch()
     assert [each.ended(within_s=TIMEOUT_S) for each in both] == [0, 0], "\n".join(each.said for each in both)
 

@@ -15,12 +15,12 @@ import pytest
 
 from drumline.elastic import diagnosis
 from drumline.elastic.diagnosis import Cause, End, blame, cause_of_another_host, first_cause, hang_cause
-from drumline.elastic.rendezvous import Change, Rendezvous
 from drumline.elastic.supervisor import Supervisor
 from drumline.elastic.watch import Beat, Hang, Stacks, Watch
 from drumline.errors import EXIT_STOPPED
 from drumline.parallel.attempt import Attempt
 from drumline.parallel.supervised import SupervisedPulse
+from drumline.rendezvous.joining import Change, Rendezvous
 
 TIMEOUT_S = 240
 NOW_S = 10_000.0

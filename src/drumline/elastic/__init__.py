@@ -1,9 +1,8 @@
 """Starts the ranks of this machine, watches them, and restarts them after a failure.
 
-`launch` is the entry point. `supervisor` runs one attempt after another: `rendezvous` is told which hosts take part,
+`launch` is the entry point. `supervisor` runs one attempt after another: room `rendezvous` tells which hosts take part,
 `rank_process` forks the ranks, `scratch` makes the folder of their heartbeats, `watch` reads these, `diagnosis` finds
-the first cause. `leader` decides which host runs the `rendezvous_server`, which keeps the `membership` of all hosts.
-The protocol between supervisor and ranks is described in `parallel/attempt.py`.
+the first cause. The protocol between supervisor and ranks is described in `parallel/attempt.py`.
 """
 
 from typing import TYPE_CHECKING
@@ -12,7 +11,6 @@ from drumline.lazy import public
 
 if TYPE_CHECKING:
     from drumline.elastic.launch import launch_training, start_ranks
-    from drumline.elastic.leader import is_here, listens_at
     from drumline.elastic.lifetime import die_with_parent
     from drumline.elastic.rank_process import start_server
     from drumline.elastic.scratch import newest_attempt

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from drumline.config import TrainConfig
-from drumline.elastic.leader import Lease, RendezvousPoint
-from drumline.elastic.rendezvous import HostsRendezvous, Rendezvous
 from drumline.elastic.supervisor import Supervisor
 from drumline.errors import RunLostError
 from drumline.files import RunFolder
 from drumline.network import SECRET, is_free, run_secret
+from drumline.rendezvous import HostsRendezvous, Lease, Rendezvous, RendezvousPoint
 from drumline.report import tell
 
 

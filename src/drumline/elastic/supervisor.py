@@ -30,13 +30,13 @@ from drumline.elastic.diagnosis import (
     server_cause,
 )
 from drumline.elastic.rank_process import UNKNOWN, Ranks, end_server, server_end, start_server
-from drumline.elastic.rendezvous import Hosts, Rendezvous
 from drumline.elastic.scratch import Scratch
 from drumline.elastic.watch import Beat, Hang, Stacks, Watch, read_pulse, read_run_dir
 from drumline.errors import EXIT_CODES, EXIT_INTERRUPTED, EXIT_STOPPED, DrumlineError, PeersLostError, RunLostError
 from drumline.files import LineFile, RunFolder, now, publish
 from drumline.network import SECRET
 from drumline.parallel import ATTEMPT, Attempt
+from drumline.rendezvous import Hosts, Rendezvous
 from drumline.signals import SHOW_STACKS, counting
 
 _POLL_S = 0.05

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from drumline.doctor.finding import Finding
-from drumline.elastic import is_here, listens_at
 from drumline.errors import ConfigError
 from drumline.network import (
     SECRET,
@@ -37,6 +36,7 @@ from drumline.network import (
     within,
 )
 from drumline.parallel import find_place, slurm_hosts
+from drumline.rendezvous import is_here, listens_at
 
 T = TypeVar("T")
 

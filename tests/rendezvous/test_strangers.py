@@ -21,10 +21,10 @@ from helpers.hosts import Host, hosts_on_a_switch
 from helpers.small import small
 from torch._C._distributed_c10d import TCPStore
 
-from drumline.elastic.leader import Lease
 from drumline.files.run_folder import RunFolder
 from drumline.network import new_secret
 from drumline.network.wire import MAC_BYTES, MAGIC, NONCE_BYTES, Channel
+from drumline.rendezvous.leader import Lease
 from drumline.report.records import read_metrics
 
 pytestmark = [pytest.mark.needs("hosts"), pytest.mark.needs_shm]

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from drumline.elastic.membership import Membership
-from drumline.elastic.rendezvous_server import RendezvousServer
 from drumline.errors import ConfigError
 from drumline.network import (
     SECRET,
@@ -33,6 +31,8 @@ from drumline.network import (
     user_of,
     why_not,
 )
+from drumline.rendezvous.membership import Membership
+from drumline.rendezvous.server import RendezvousServer
 
 _TOUCH_S, _STALE_S, _CONNECT_S, _ANSWER_S, _RETRY_S = 1.0, 4.0, 1.0, 4.0, 0.3
 _SAY_AFTER_S, _SAY_EVERY_S = 5.0, 60.0

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from drumline.elastic.leader import Reached, RendezvousPoint
 from drumline.network import WireError, derived, free_port
+from drumline.rendezvous.leader import Reached, RendezvousPoint
 
 Change = Literal["", "joined", "moved on", "left", "cut off"]
 

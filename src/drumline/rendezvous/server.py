@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from drumline.elastic.membership import Membership
 from drumline.network import Channel, WireError, listener
+from drumline.rendezvous.membership import Membership
 
 TICK_S, DEAD_S = 0.1, 3.5
 """How often the time is looked at; and after how long without a word a host counts as gone."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from drumline.elastic.membership import GONE_S, LAST_CALL_S, Membership
+from drumline.rendezvous.membership import GONE_S, LAST_CALL_S, Membership
 
 
 class Run:

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from drumline.elastic import leader
-from drumline.elastic.leader import Lease, RendezvousPoint
-from drumline.elastic.membership import Membership
-from drumline.elastic.rendezvous import Hosts, HostsRendezvous
-from drumline.elastic.rendezvous_server import RendezvousServer
 from drumline.errors import ConfigError
 from drumline.network import new_secret
 from drumline.network.interfaces import free_port
 from drumline.network.wire import MAC_BYTES, MAGIC, NONCE_BYTES, Channel, Line
+from drumline.rendezvous import leader
+from drumline.rendezvous.joining import Hosts, HostsRendezvous
+from drumline.rendezvous.leader import Lease, RendezvousPoint
+from drumline.rendezvous.membership import Membership
+from drumline.rendezvous.server import RendezvousServer
 from drumline.signals import in_background
 
 SECRET = new_secret().encode()
