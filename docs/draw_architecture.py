@@ -75,7 +75,7 @@ def room_box(room: str, x: float, y: float, width: float, *, later: bool = False
     return [
         box(x, y, width, BOX, LATER if later else fill(room), 'stroke-dasharray="5 4"' if later else ""),
         text(x + 14, y + BOX / 2 + 5, room, size=16, more='font-weight="bold"'),
-        *(text(x + 124, first + 17 * index, line, size=12) for index, line in enumerate(lines)),
+        *(text(x + 132, first + 17 * index, line, size=12) for index, line in enumerate(lines)),
     ]
 
 

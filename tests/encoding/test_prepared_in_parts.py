@@ -120,7 +120,7 @@ def test_a_file_of_lines_is_shared_in_ranges_that_name_the_lines_of_the_whole(tm
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from drumline.data import Corpus, Progress, Recipe, Tokenizer, TokenWriter, preparing, tokens
+from drumline.data import Corpus, Recipe, Tokenizer, TokenWriter, preparing, tokens
 from drumline.encoding import ahead, joining, journal, parts, stretches
 import drumline.data.cutting
 sizes, source, out, tokenizer, moment, count = sys.argv[1:]

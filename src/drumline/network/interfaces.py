@@ -16,7 +16,7 @@ _VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "cali")
 """Interfaces that do not lead outside the machine."""
 _BACKLOG = 4096
 _NEVER_GIVEN = range(20_000, 29_000)
-"""Ports from which no system chooses one for a connection (Linux begins at 32,768), Kubernetes none for a service."""
+"""Ports that no system gives a connection by default (Linux begins at 32,768), and Kubernetes no service."""
 _TRIES = 100
 
 

@@ -74,16 +74,14 @@ class Summed(_Allocating):
     ) -> dist.Work | None:
         if self._now.own is None:
             input_tensor.zero_()  # not times zero: that would keep a NaN
-        work: dist.Work | None = None
         with self._now.waiting("the sum of the gradients"):
-            if input_tensor.is_cpu:  # gloo would sum all of it on each rank
-                received = torch.empty_like(input_tensor)
-                dist.all_to_all_single(received, input_tensor, group=group)
-            else:
-                work = _REDUCE_SCATTER(output_tensor, input_tensor, group=group, async_op=async_op)
-        if input_tensor.is_cpu:
-            torch.sum(received.view(group.size(), -1), 0, out=output_tensor)
-        return work
+            if not input_tensor.is_cpu:
+                work: dist.Work | None = _REDUCE_SCATTER(output_tensor, input_tensor, group=group, async_op=async_op)
+                return work
+            received = torch.empty_like(input_tensor)  # gloo's reduce-scatter would sum all of it on each rank
+            dist.all_to_all_single(received, input_tensor, group=group)
+        torch.sum(received.view(group.size(), -1), 0, out=output_tensor)
+        return None
 
 
 class InTree(_Allocating):
