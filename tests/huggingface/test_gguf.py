@@ -19,9 +19,10 @@ from drumline.generate.loading import load_run
 
 SOURCE = Path(os.environ.get("LLAMA_CPP", "llama.cpp"))
 CONVERTER = SOURCE / "convert_hf_to_gguf.py"
+NEEDED = ("gguf", "sentencepiece", "llama_cpp")
 pytestmark = pytest.mark.skipif(
-    not CONVERTER.exists() or not all(importlib.util.find_spec(name) for name in ("gguf", "llama_cpp")),
-    reason="needs gguf and llama-cpp-python, and LLAMA_CPP, the folder of llama.cpp's source with its converter",
+    not CONVERTER.exists() or not all(importlib.util.find_spec(name) for name in NEEDED),
+    reason="needs gguf, sentencepiece, llama-cpp-python, and LLAMA_CPP, the folder of llama.cpp's source",
 )
 # The converter knows tokenizers by a hash of what they make of a text. One that drumline trained has GPT-2's pattern
 # for words, which is what docs/huggingface.md says to add.

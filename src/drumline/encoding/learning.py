@@ -29,7 +29,7 @@ from drumline.encoding.fast import FastTokenizer
 
 _SEPARATOR = b"\xff"  # in no UTF-8
 _BYTES_PER_TOKEN = 500
-"""Of the sample. With less, most merges are of rare pairs, and gigatoken takes longer than tokenizers."""
+"""Of the sample. With less, most merges are of rare pairs, and gigatoken takes longer (benchmarks/learning.py)."""
 _PROGRAM = r"""
 import json, pathlib, sys
 from gigatoken.gigatoken_rs import train_bpe
