@@ -16,10 +16,12 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from gpu_throughput import kernels
 from torch import nn
 
 from drumline.bench.estimates import estimate
@@ -28,11 +30,13 @@ from drumline.config import BatchConfig, ModelSettings, OptimConfig, RanksConfig
 from drumline.data import BatchPlan, TokenBatches, TokenFile
 from drumline.kernels import with_kernels
 from drumline.model import build_model, flops_per_token
-from drumline.parallel import join, leave, peak_flops, pick_dtype
+from drumline.parallel import World, join, leave, peak_flops, pick_dtype
 from drumline.sharding import undrawn
 from drumline.train.pretraining import _step
+from drumline.train.step import Step
 
 VOCABULARY = 50304
+_WARM_UPS = 5
 
 
 def main() -> None:
@@ -44,6 +48,8 @@ def main() -> None:
     parser.add_argument("--vocab_size", type=int, default=VOCABULARY)
     parser.add_argument("--activation_checkpointing", default="none")
     parser.add_argument("--offload", default="none")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="show the kernels that a step's time goes to")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--shards", nargs="+", default=["none", "full"])
     args = parser.parse_args()
@@ -59,6 +65,12 @@ def main() -> None:
     leave()
 
 
+def one_step(step: Step, batches: TokenBatches, world: World, number: int) -> float:
+    share = batches.plan.share(world.rank, world.size)
+    gradient = step.gradient(batches.micro_batch(number, index) for index in share)
+    return step.update(gradient, lr=1e-4)().loss
+
+
 def measure(args: argparse.Namespace, shard: str) -> None:
     world = join()
     config = resolved(
@@ -69,6 +81,7 @@ def measure(args: argparse.Namespace, shard: str) -> None:
             run=RunConfig(
                 activation_checkpointing=args.activation_checkpointing,
                 offload=args.offload if shard != "none" else "none",
+                compile=args.compile,
             ),
             ranks=RanksConfig(shard=int(shard) if shard.isdigit() else shard),  # type: ignore[arg-type]
         )
@@ -99,11 +112,9 @@ def measure(args: argparse.Namespace, shard: str) -> None:
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # how the weights came here is another question
         times = []
-        for number in range(3 + args.steps):
+        for number in range(_WARM_UPS + args.steps):
             began = time.perf_counter()
-            share = batches.plan.share(world.rank, world.size)
-            gradient = step.gradient(batches.micro_batch(number, index) for index in share)
-            result = step.update(gradient, lr=1e-4)()
+            loss = one_step(step, batches, world, number)
             times.append(time.perf_counter() - began)
         peak_bytes = max(world.gather(peak()))
     predicted = estimate(
@@ -115,19 +126,24 @@ def measure(args: argparse.Namespace, shard: str) -> None:
         ranks=world.size,
         rounds=args.accumulated,
     )
-    seconds = sorted(times[3:])[args.steps // 2]
+    seconds = sorted(times[_WARM_UPS:])[args.steps // 2]
     tokens = plan.sequences * context
     top = peak_flops(world.device, dtype)
     mfu = f"{flops * tokens / seconds / (top * world.size):.1%}" if top else "-"
     if world.is_rank0:
         print(
             f"{args.preset} --shard {shard} --offload {args.offload} --activation_checkpointing "
-            f"{args.activation_checkpointing}, {world.size} x {args.batch_size} x {context}: "
-            f"step {1000 * seconds:.1f} ms, {tokens / seconds / world.size:,.0f} tokens/s a rank, mfu {mfu}, "
+            f"{args.activation_checkpointing}{' --compile' if args.compile else ''}, "
+            f"{world.size} x {args.accumulated} x {args.batch_size} x {context}: step {1000 * seconds:.1f} ms, "
+            f"{tokens / seconds / world.size:,.0f} tokens/s a rank, mfu {mfu}, "
             f"peak {peak_bytes / 1e9:.2f} GB, predicted "
-            f"{predicted.peak_bytes / 1e9:.2f} GB, loss {result.loss:.3f}",
+            f"{predicted.peak_bytes / 1e9:.2f} GB, loss {loss:.3f}",
             flush=True,
         )
+    if args.profile:
+        rows = kernels(partial(one_step, step, batches, world, 0))
+        if world.is_rank0:
+            print(*(f"    {ms:8.2f} ms {count:7.0f}  {kernel[:110]}" for kernel, count, ms in rows[:25]), sep="\n")
     del step, model
     gc.collect()
 

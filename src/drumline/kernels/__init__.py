@@ -6,10 +6,9 @@ from drumline.lazy import public
 
 if TYPE_CHECKING:
     from drumline.kernels.adamw import OnePassAdamW
-    from drumline.kernels.attention import fastest_attention
     from drumline.kernels.cross_entropy import cross_entropy_in_place
     from drumline.kernels.cuda_graphs import WARM_UPS, RecordedBackward, with_graphs
-    from drumline.kernels.gpt import FUSED, FusedGPT, check_fp8, fits, has_kernels, with_kernels
+    from drumline.kernels.gpt import FUSED, FusedGPT, check_fp8, fastest_attention, fits, has_kernels, with_kernels
     from drumline.kernels.muon import muon_apply, muon_look_ahead, muon_normalise
     from drumline.kernels.sums import piece_sums
     from drumline.kernels.unread import update_unread

@@ -8,13 +8,9 @@ is launched before the previous step's loss is read, so that the GPU never idles
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 
-from drumline.kernels.attention import documents_in, space_for
 from drumline.kernels.gpt import Float8GPT, FusedGPT
 from drumline.model import GPT
 from drumline.parallel import Plain, Stopwatch, Strategy
@@ -48,7 +44,6 @@ class RecordedBackward(Backward):
     def __init__(self, plain: Backward) -> None:
         super().__init__(plain.objective, plain.precision, plain.weight, plain.scale)
         self._shapes: Shapes = ()
-        self._space = 0
         self._times = 0
         self._recording: Recording | None = None
 
@@ -59,37 +54,15 @@ class RecordedBackward(Backward):
 
     def __call__(self, model: nn.Module, batch: tuple[Tensor | None, ...], watch: Stopwatch | None = None) -> Tensor:
         shapes = tuple(None if part is None else tuple(part.shape) for part in batch)
-        space = self._space_for(model, batch)
-        if (shapes, space) != (self._shapes, self._space):
+        if shapes != self._shapes:
             if self._recording is not None:
                 torch.cuda.synchronize()  # it may still be running
-            self._shapes, self._space, self._times, self._recording = shapes, space, 0, None
+            self._shapes, self._times, self._recording = shapes, 0, None
         self._times += 1
-        with _with_space(model, space):
-            if self._recording is None and self._times > WARM_UPS and _worth_recording(model, batch):
-                self._recording = Recording(model, self, batch)
-            recording = self._recording
-            return super().__call__(model, batch, watch) if recording is None else recording.replay(batch)
-
-    def _space_for(self, model: nn.Module, batch: tuple[Tensor | None, ...]) -> int:
-        """Documents that what is captured has space for: it grows when a micro-batch has more. 0: there are none."""
-        documents = batch[2]
-        if documents is None or not isinstance(model, FusedGPT):
-            return 0
-        own = documents_in(documents)
-        return self._space if own <= self._space else space_for(own)
-
-
-@contextmanager
-def _with_space(model: nn.Module, space: int) -> Iterator[None]:
-    """Inside, a model knows how many documents a micro-batch has at most, and need not ask the device."""
-    if space and isinstance(model, FusedGPT):
-        model.space = space
-    try:
-        yield
-    finally:
-        if isinstance(model, FusedGPT):
-            model.space = None
+        if self._recording is None and self._times > WARM_UPS and _worth_recording(model, batch):
+            self._recording = Recording(model, self, batch)
+        recording = self._recording
+        return super().__call__(model, batch, watch) if recording is None else recording.replay(batch)
 
 
 def _worth_recording(model: nn.Module, batch: tuple[Tensor | None, ...]) -> bool:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from drumline.config import ANY, GPTConfig, TrainConfig, gpt_config
 from drumline.errors import ConfigError
@@ -28,13 +30,25 @@ _ROWS_AT_ONCE = 8192
 """Rows of logits at once: fewer activations are kept for backward than in a plain GPT, so there is space for more."""
 
 
+# The first that can do what is asked: cuDNN's is the fastest, and stands back where bits must repeat.
+_ATTENTION = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+def fastest_attention(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, attention is computed by the fastest kernel that can; elsewhere than on Hopper torch itself knows it."""
+    return sdpa_kernel(_ATTENTION, set_priority=True) if is_hopper(device) else nullcontext()
+
+
 class FusedGPT(GPT):
     """The same function, names and weights as GPT."""
 
     fp8 = False
     """Whether training computes feed-forward and head in float8, where the kernels apply; evaluation never does."""
-    space: int | None = None
-    """Documents that a micro-batch has at most, as whoever knows says for it; None: they are counted, on the device."""
 
     def hidden(self, input_ids: Tensor, *, documents: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         fits_in = input_ids.size(1) <= self.config.max_position_embeddings and input_ids.numel() % _TOKENS_MULTIPLE == 0
@@ -165,8 +179,8 @@ def _hidden(model: FusedGPT, input_ids: Tensor, documents: Tensor | None, *, fp8
     The output of each part is added to the residual stream by the norm that follows, which has to read it anyway.
     Learned weights of a norm are multiplied into the matrix that follows it.
     """
-    from drumline.kernels.attention import document_attention, document_bounds, documents_in, space_for
-    from drumline.kernels.embedding import smeared  # needs Triton, like the next
+    from drumline.kernels.attention import document_attention, document_spans  # needs Triton, like the next
+    from drumline.kernels.embedding import smeared
     from drumline.kernels.ops import add_rms_norm, qkv
     from drumline.kernels.products import linear
 
@@ -175,9 +189,7 @@ def _hidden(model: FusedGPT, input_ids: Tensor, documents: Tensor | None, *, fp8
     extra_values = model.extra_values(input_ids)
     x = model.look_up(input_ids, model.token_embedding.weight)  # (B, T, D)
     x = (x if model.smear is None else smeared(x, model.smear, documents)).flatten(0, 1)  # (N, D)
-    bounds = None
-    if documents is not None:
-        bounds = document_bounds(documents, space=model.space or space_for(documents_in(documents)))
+    spans = None if documents is None else document_spans(documents)
     feed_forwards = _feed_forwards(model, fp8=fp8)
     delta: Tensor | None = None
     for layer, block in enumerate(model.blocks):
@@ -193,10 +205,10 @@ def _hidden(model: FusedGPT, input_ids: Tensor, documents: Tensor | None, *, fp8
             rope,
             heads=attention.n_heads,
         )  # 3 x (B, H, T, W)
-        if bounds is None:
+        if spans is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)  # (B, T, H, W)
         else:
-            y = document_attention(q, k, v, bounds)
+            y = document_attention(q, k, v, spans)
         attended = linear(y.reshape(x.shape), attention.out.weight)  # (N, D)
         x, normed = add_rms_norm(x, attended)
         delta = feed_forwards[layer](normed)
