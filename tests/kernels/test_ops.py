@@ -236,6 +236,8 @@ def test_a_fused_gpt_has_the_loss_and_gradients_of_a_plain_one(
     give_programs_more_rows(monkeypatch, kernels("ops"))
     if DEVICE.type == "cpu":  # the interpreter cannot multiply bf16 tiles
         monkeypatch.setattr(kernels("products"), "relu2_mlp", kernels("products").relu2_mlp_reference)
+        attention = kernels("attention")
+        monkeypatch.setattr(attention, "document_attention", attention.document_attention_reference)
     monkeypatch.setattr(fused_gpt, "has_kernels", lambda device: True)
     monkeypatch.setattr(FusedGPT, "is_fused", lambda self, device, dtype: True)
     torch.manual_seed(0)
