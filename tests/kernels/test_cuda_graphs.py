@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.interpreted import MODERN
 from helpers.steps import make_step, train_step
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from drumline.parallel.strategies import Plain
 from drumline.train.step import Backward, Precision, StepResult
 
 MODEL = GPTConfig(vocab_size=512, max_position_embeddings=64, n_layers=2, n_heads=4, d_model=64, d_ff=256)
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -35,16 +37,19 @@ def test_only_our_own_models_on_a_gpu_without_dropout_are_recorded() -> None:
         assert [isinstance(way, RecordedBackward) for way in ways] == recorded
 
 
-def micro_batches(step: int, *, count: int, length: int) -> list[tuple[Tensor, Tensor, None]]:
+def micro_batches(
+    step: int, *, count: int, length: int, masked: bool = False
+) -> list[tuple[Tensor, Tensor, Tensor | None]]:
     draw = torch.Generator().manual_seed(step)
     drawn = torch.randint(512, (count, 2, 256 // length, length), generator=draw)
-    return [(ids, targets, None) for ids, targets in drawn]
+    documents = (torch.rand(drawn[0, 0].shape, generator=draw) < 0.02 * step).cumsum(1) if masked else None
+    return [(ids, targets, documents) for ids, targets in drawn]
 
 
-def train(*, recorded: bool, count: int, optimizer: Any) -> tuple[list[StepResult], GPT]:
+def train(*, recorded: bool, count: int, optimizer: Any, masked: bool = False) -> tuple[list[StepResult], GPT]:
     torch.manual_seed(0)
     device = torch.device("cuda")
-    model = GPT(MODEL).to(device)
+    model = FusedGPT(MODERN).to(device) if masked else GPT(MODEL).to(device)
     used = make_optimizer(model, OptimConfig(lr=1e-3, optimizer=optimizer))
     precision = Precision.of(device, torch.bfloat16)
     step = make_step(model, used, token_objective, weight=count * 256, precision=precision, grad_clip=1.0)
@@ -52,7 +57,7 @@ def train(*, recorded: bool, count: int, optimizer: Any) -> tuple[list[StepResul
         step.backward = with_graphs(step.backward, model, step.strategy)
     results = []
     for number in range(14):
-        batches = micro_batches(number, count=count, length=32 if number < 7 else 64)
+        batches = micro_batches(number, count=count, length=32 if number < 7 else 64, masked=masked)
         results.append(train_step(step, batches, lr=1e-3))
     if recorded:
         assert isinstance(step.backward, RecordedBackward) and step.backward.is_recorded
@@ -71,6 +76,14 @@ def test_replayed_steps_compute_what_launched_ones_do_also_when_the_context_grow
         assert mine.grad_norm == pytest.approx(right.grad_norm, rel=0.05)
     for mine, right in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, right, rtol=0.05, atol=5e-3)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_replayed_steps_mask_the_documents_of_their_own_micro_batch_however_many() -> None:
+    ours, launched = (train(recorded=each, count=1, optimizer="adamw", masked=True)[0] for each in (True, False))
+    other = train(recorded=False, count=1, optimizer="adamw")[0]
+    assert [mine.loss for mine in ours] == pytest.approx([right.loss for right in launched], rel=2e-3)
+    assert [mine.loss for mine in ours] != pytest.approx([right.loss for right in other], rel=2e-3)
 
 
 @NEEDS_CUDA
