@@ -1,6 +1,8 @@
 """What else a run does with its weights, sharded as well as not: samples and tasks."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ from helpers.stories import write_stories
 
 import drumline.report.records
 from drumline.cli.app import run_command
+from drumline.config import TrainConfig
+from drumline.errors import EXIT_STOPPED
+from drumline.generate import SampleConfig, together
 from drumline.report.records import read_metrics
 
 DATA = "--train_data_path stories --valid_fraction 0.5 --context 64 --eval_every 3 --batch_size 2 --global_batch_size 6"
@@ -47,6 +52,32 @@ def test_samples_and_tasks_of_a_sharded_run_are_those_of_a_plain_one(
         assert one == pytest.approx(other, rel=1e-5)
         assert "next_word_accuracy" in one
     plain, sharded = (
-        json.loads(Path(run, "samples.jsonl").read_text().splitlines()[0]) for run in ("plain", "sharded")
+        [json.loads(line) for line in Path(run, "samples.jsonl").read_text().splitlines()]
+        for run in ("plain", "sharded")
     )
-    assert {**sharded, "time": plain["time"]} == plain and plain["step"] == 3 and plain["text"]
+    for one, other, step in ((plain[0], sharded[0], 3), (plain[-1], sharded[-1], 6)):
+        assert {**other, "time": one["time"]} == one and one["step"] == step and one["text"]
+    assert len(plain[-1]["text"]) > len(plain[0]["text"])
+
+
+def _asked_to_stop(argv: list[str]) -> int:
+    """The last rank is asked when all of them are about to write the last sample."""
+    settings_for = together.settings_for
+
+    def asked(config: TrainConfig, *, is_last: bool = False) -> SampleConfig:
+        if is_last and os.environ["RANK"] == "1":
+            signal.raise_signal(signal.SIGTERM)
+        return settings_for(config, is_last=is_last)
+
+    together.settings_for = asked
+    return run_command(argv)
+
+
+def test_the_last_sample_of_a_sharded_run_ends_on_all_ranks_if_one_is_asked_to_stop(here: Path) -> None:
+    write_stories(here / "stories")
+    words = ["train", *small(*DATA.split(), *TIED.split(), "--shard", "full", "--run_dir", "run")]
+    ended = run_ranks(_asked_to_stop, [(words,)] * 2)
+    assert [each.code for each in ended] == [EXIT_STOPPED] * 2, ended
+    assert "stopped after the last step" in ended[0].out and not ended[1].out
+    (again,) = run_ranks(run_command, [(["train", "--run_dir", "run"],)])
+    assert again.code == 0 and "\nsample:\n" in again.out, again

@@ -19,6 +19,6 @@ if TYPE_CHECKING:
     from drumline.generate.sample import VISIBLE, SampleConfig, can_write, choose, generate
     from drumline.generate.samples import write_sample
     from drumline.generate.stops import StoppingText
-    from drumline.generate.together import text_of_all, written_together
+    from drumline.generate.together import text_of_all, write_together
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

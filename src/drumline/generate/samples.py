@@ -10,7 +10,8 @@ from drumline.parallel import own_pulse
 from drumline.report import Records
 from drumline.train import Setup
 
-_TOKENS = 48
+_TOKENS, _LAST_TOKENS = 48, 120
+"""Of a sample at an evaluation, and at the end of a run."""
 
 
 def write_sample(config: TrainConfig, data: Data, setup: Setup, records: Records, step: int) -> None:
@@ -26,8 +27,8 @@ def write_sample(config: TrainConfig, data: Data, setup: Setup, records: Records
     keep_sample(setup.folder, records, config, step=step, text=tokenizer.decode(ids))
 
 
-def settings_for(config: TrainConfig) -> SampleConfig:
-    return SampleConfig(max_tokens=_TOKENS, seed=config.run.seed)
+def settings_for(config: TrainConfig, *, is_last: bool = False) -> SampleConfig:
+    return SampleConfig(max_tokens=_LAST_TOKENS if is_last else _TOKENS, seed=config.run.seed)
 
 
 def keep_sample(folder: RunFolder, records: Records, config: TrainConfig, *, step: int, text: str) -> None:

@@ -17,32 +17,34 @@ from drumline.model import GPT
 from drumline.parallel import World, own_pulse, waiting_for
 from drumline.report import Records, Sparing
 from drumline.sharding import inside
+from drumline.signals import counting
 from drumline.train import Precision, Setup
 
-_MOST_S = 2.0
-"""A sample ends after that: where weights are gathered slowly, each token takes long."""
+_MOST_S, _LAST_MOST_S = 2.0, 10.0
+"""A sample ends after that, at evaluations and at the end: where weights are gathered slowly, each token takes long."""
 
 
-def written_together(config: TrainConfig, data: Data, setup: Setup, records: Records) -> Callable[[int], None]:
-    """What writes samples.jsonl at the evaluations of a sharded run; all ranks call it. Rank 0 says when it is time."""
-    model, world, tokenizer = setup.step.model, setup.world, data.tokenizer
-    assert tokenizer is not None
+def write_together(config: TrainConfig, data: Data, setup: Setup, records: Records) -> None:
+    """Let all ranks of a sharded run write samples.jsonl at its evaluations, and the text at its end."""
 
     def write(step: int) -> None:
-        ids = tokenizer.encode(config.records.sample_prompt)
-        made = text_of_all(
-            model,
-            world,
-            ids,
-            settings_for(config),
-            end_of_text=tokenizer.end_of_text,
-            context=config.model.context or 1,
-            precision=setup.step.precision,
-            most_s=_MOST_S,
-        )
-        text = tokenizer.decode([*made])
-        if world.is_rank0:
+        text = _text(config, data, setup, settings_for(config), most_s=_MOST_S)
+        if setup.world.is_rank0:
             keep_sample(setup.folder, records, config, step=step, text=text)
+
+    def last_text() -> str | None:
+        if not can_write(setup.step.model, by_all=True):
+            return None
+        with counting() as stops:  # an exception here would leave the other ranks waiting for this one
+            settings = settings_for(config, is_last=True)
+            return _text(config, data, setup, settings, most_s=_LAST_MOST_S, stops=lambda: bool(stops))
+
+    setup.evaluated, setup.last_text = _sparing(write, setup), last_text
+
+
+def _sparing(write: Callable[[int], None], setup: Setup) -> Callable[[int], None]:
+    """As `Sparing`, on all ranks: rank 0 says when it is time."""
+    model, world = setup.step.model, setup.world
 
     def asked(step: int) -> None:
         world.gather(True)
@@ -68,6 +70,32 @@ def written_together(config: TrainConfig, data: Data, setup: Setup, records: Rec
     return evaluated
 
 
+def _text(
+    config: TrainConfig,
+    data: Data,
+    setup: Setup,
+    settings: SampleConfig,
+    *,
+    most_s: float,
+    stops: Callable[[], bool] = lambda: False,
+) -> str:
+    tokenizer = data.tokenizer
+    assert tokenizer is not None
+    made = text_of_all(
+        setup.step.model,
+        setup.world,
+        tokenizer.encode(config.records.sample_prompt),
+        settings,
+        end_of_text=tokenizer.end_of_text,
+        context=config.model.context or 1,
+        vocabulary=tokenizer.vocab_size,
+        precision=setup.step.precision,
+        most_s=most_s,
+        stops=stops,
+    )
+    return tokenizer.decode([*made])
+
+
 def text_of_all(
     model: nn.Module,
     world: World,
@@ -77,11 +105,13 @@ def text_of_all(
     end_of_text: int | None,
     context: int,
     precision: Precision,
+    vocabulary: int | None = None,
     most_s: float = math.inf,
+    stops: Callable[[], bool] = lambda: False,
 ) -> Iterator[int]:
     """As `generate`, without a cache, on all ranks: to gather the weights takes longer than to compute with them.
 
-    most_s: when rank 0 ends it
+    most_s: when rank 0 ends it. stops: whether this rank was asked to stop; if one was, KeyboardInterrupt on all
     """
     ends_s = time.monotonic() + most_s
     window = [*(prompt_ids or [end_of_text or 0])][-context:]
@@ -90,11 +120,14 @@ def text_of_all(
     model.eval()
     try:
         for _ in range(settings.max_tokens):
-            logits = _next_logits(model, window, precision)
+            logits = _next_logits(model, window, precision)[:vocabulary]
             chosen = choose(logits, settings, generator) if world.is_rank0 and time.monotonic() < ends_s else None
             with waiting_for("the next token of the sample"):
-                token = world.gather(chosen)[0]
+                said = world.gather([chosen, stops()])
             own_pulse().still_there()
+            if any(stopped for _, stopped in said):
+                raise KeyboardInterrupt
+            token = said[0][0]
             if token is None or token == end_of_text:
                 return
             yield token

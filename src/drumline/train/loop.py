@@ -104,8 +104,7 @@ class Loop:
 
     def _step(self, step: int) -> StepResult:
         setup, saves = self.setup, self.saver.wants_to_save(step + 1, due=self.intervals.saves(step + 1))
-        stop = self.stop.is_set() or self.saver.has_no_folder
-        votes = Votes(stop, saves, self.saver.wants_snapshot(step + 1))
+        votes = Votes(self.stop.is_set() or self.saver.has_no_folder, saves, self.saver.wants_snapshot(step + 1))
         before = self.history.running_statistics()
         gradient = self._ahead.pop(step, None) or self._gradient(step, votes)
         self._ahead.clear()
@@ -186,8 +185,7 @@ class Loop:
 
     def _record(self, step: int, result: StepResult, speed: Speed) -> Record:
         setup, steps_per_s = self.setup, speed.lap(step)
-        batches, precision = setup.batches, setup.step.precision
-        items = batches.plan.sequences
+        batches, precision, items = setup.batches, setup.step.precision, setup.batches.plan.sequences
         rate = "tokens_per_s" if batches.tokens_per_item > 1 else "samples_per_s"
         record: Record = {
             "step": step,

@@ -96,7 +96,7 @@ def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
         setup = set_up(config, folder, data, world, total_steps=total_steps, goes_on=stored is not None)
         intervals = _intervals(config, total_steps=total_steps)
         if data.tokenizer is not None and config.ranks.shard != "none":
-            setup.evaluated = room("generate").written_together(config, data, setup, records)
+            room("generate").write_together(config, data, setup, records)
         elif data.tokenizer is not None and world.is_rank0:
             setup.evaluated = Sparing(lambda step: room("generate").write_sample(config, data, setup, records, step))
         records.say("\n".join(introduction(config, data, setup, total_steps=total_steps)))
@@ -108,7 +108,7 @@ def _pretrain(config: TrainConfig, world: World, showing: Showing) -> FitResult:
             if config.run.checkpoint_store and world.is_rank0:
                 open_parts.enter_context(room("stores").uploads_of_run(config.run.checkpoint_store, loop))
             result = loop.run()
-        return conclude(config, data, setup, records, result) if world.is_rank0 else result
+        return conclude(config, data, setup, records, result)
 
 
 def _open_data(config: TrainConfig, folder: RunFolder, world: World, progress: ProgressCallback | None) -> Data:

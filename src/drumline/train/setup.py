@@ -40,6 +40,8 @@ class Setup:
     """Called after each step with the number of completed ones."""
     evaluated: Callable[[int], None] = lambda step: None
     """Called after each evaluation."""
+    last_text: Callable[[], str | None] = lambda: None
+    """What a sharded model writes at the end of the run; all ranks call it. KeyboardInterrupt: one was asked to stop"""
     initialize: Callable[[], None] | None = None
     """Initializes the weights, if that was put off because they would be restored."""
 

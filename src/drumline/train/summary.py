@@ -19,8 +19,6 @@ from drumline.train.loop import FitResult
 from drumline.train.setup import Setup
 from drumline.units import count
 
-_REPORT_S = 60.0
-
 
 def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: int) -> list[str]:
     batches, plan, precision = setup.batches, setup.batches.plan, setup.step.precision
@@ -64,7 +62,7 @@ def introduction(config: TrainConfig, data: Data, setup: Setup, *, total_steps: 
 
 
 def conclude(config: TrainConfig, data: Data, setup: Setup, records: Records, result: FitResult) -> FitResult:
-    """How the run ended, with everything shown at its end, unless a signal interrupts that."""
+    """How the run ended, with everything shown at its end, unless a signal interrupts that; all ranks call it."""
     again = command("train", "--run_dir", setup.folder.path)
     if result.state != "finished":
         records.say(f"stopped at step {result.step:,}, everything is saved; to resume:\n  {again}")
@@ -73,8 +71,10 @@ def conclude(config: TrainConfig, data: Data, setup: Setup, records: Records, re
         longer = f"{again} --total_steps {2 * result.step} --allow_change total_steps"
         records.say(f"this run had finished already, at step {result.step:,}; to train it further:\n  {longer}")
     try:
-        with raising():
-            _show_results(config, data, setup, records, result)
+        text = setup.last_text()
+        if setup.world.is_rank0:
+            with raising():
+                _show_results(config, data, setup, records, result, text)
     except KeyboardInterrupt:
         records.say(f"stopped after the last step, everything is saved; to see the results:\n  {again}")
         return replace(result, state="stopped")
@@ -85,20 +85,21 @@ def write_report(folder: RunFolder, records: Records) -> None:
     """report.html, by a process that loads what this takes."""
     if records.flush(patient=True):
         words = [sys.executable, "-P", "-m", "drumline", "report", str(folder.path)]
-        records.attempt(
-            str(folder.report), lambda: subprocess.run(words, check=True, capture_output=True, timeout=_REPORT_S)
-        )
+        records.attempt(str(folder.report), lambda: subprocess.run(words, check=True, capture_output=True, timeout=60))
 
 
-def _show_results(config: TrainConfig, data: Data, setup: Setup, records: Records, result: FitResult) -> None:
+def _show_results(
+    config: TrainConfig, data: Data, setup: Setup, records: Records, result: FitResult, text: str | None
+) -> None:
+    """text: what a sharded model has written"""
     folder, generate = setup.folder, room("generate")
     next_steps = [*([] if data.valid is None else [command("evaluate", folder.path)]), command("runs")]
-    if data.tokenizer is not None and generate.can_write(setup.step.model):
-        model, prompt, tokenizer = setup.step.model, config.records.sample_prompt, data.tokenizer
-        settings = generate.SampleConfig(max_tokens=120, seed=config.run.seed)
-        limits = {"context": config.model.context, "vocabulary": tokenizer.vocab_size}
-        end, ids = tokenizer.end_of_text, tokenizer.encode(prompt)
-        text = tokenizer.decode([*generate.generate(model, ids, settings, end_of_text=end, **limits)])
+    model, prompt, tokenizer = setup.step.model, config.records.sample_prompt, data.tokenizer
+    if text is None and tokenizer is not None and generate.can_write(model):
+        settings, end = generate.SampleConfig(max_tokens=120, seed=config.run.seed), tokenizer.end_of_text
+        limits = {"end_of_text": end, "context": config.model.context, "vocabulary": tokenizer.vocab_size}
+        text = tokenizer.decode([*generate.generate(model, tokenizer.encode(prompt), settings, **limits)])
+    if text is not None:
         records.line(folder.samples, {"step": result.step, "prompt": prompt, "text": text})
         text = (prompt + text).translate(generate.VISIBLE)
         records.say("\n".join(["\nsample:", *(f"  | {line}" for line in text.splitlines())]))
