@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
 from drumline.config import TrainConfig
 from drumline.data import Data
 from drumline.files import RunFolder
@@ -21,10 +26,17 @@ def write_sample(config: TrainConfig, data: Data, setup: Setup, records: Records
         return
     prompt, end = tokenizer.encode(config.records.sample_prompt), tokenizer.end_of_text
     context, settings, vocabulary = config.model.context, settings_for(config), tokenizer.vocab_size
-    for token in generate(model, prompt, settings, end_of_text=end, context=context, vocabulary=vocabulary):
-        ids.append(token)
-        own_pulse().still_there()
+    with uncompiled():
+        for token in generate(model, prompt, settings, end_of_text=end, context=context, vocabulary=vocabulary):
+            ids.append(token)
+            own_pulse().still_there()
     keep_sample(setup.folder, records, config, step=step, text=tokenizer.decode(ids))
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Texts grow: to compile for their lengths takes longer than to write them, and torch compiles for few of them."""
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def settings_for(config: TrainConfig, *, is_last: bool = False) -> SampleConfig:

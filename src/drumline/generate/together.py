@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from drumline.config import TrainConfig
 from drumline.data import Data
 from drumline.generate.sample import SampleConfig, can_write, choose
-from drumline.generate.samples import keep_sample, settings_for
+from drumline.generate.samples import keep_sample, settings_for, uncompiled
 from drumline.model import GPT
 from drumline.parallel import World, own_pulse, waiting_for
 from drumline.report import Records, Sparing
@@ -147,6 +147,6 @@ def _next_logits(model: nn.Module, ids: list[int], precision: Precision) -> Tens
         assert isinstance(model, GPT)
         return model.logits(model.hidden(input_ids)[:, -1])[0]
 
-    with precision.autocast():
+    with uncompiled(), precision.autocast():
         logits: Tensor = inside(model, last) if isinstance(model, GPT) else model(input_ids)[0][0, -1]
     return logits.float().cpu()

@@ -163,9 +163,12 @@ class GPT(nn.Module):
         return weight if self.training or self.vocabulary is None else weight[: self.vocabulary]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile each block with torch.compile: blocks are identical, so one compilation serves all of them."""
+        """Compile the forward of each block with torch.compile: they are identical, so one compilation serves them all.
+
+        Hooks on blocks, by which the weights of a sharded model are gathered, stay outside of what is compiled.
+        """
         for part in (*self.blocks, self.final_norm):
-            part.compile(*args, **kwargs)
+            part.forward = torch.compile(part.forward, *args, **kwargs)
 
 
 class TransformerBlock(nn.Module):

@@ -5,13 +5,14 @@ The same numbers, bit by bit: memory is traded for time, and nothing else change
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from drumline.lazy import room
@@ -29,25 +30,34 @@ KEPT = {
 
 
 def recompute(model: GPT, how: Literal["block", "selective"]) -> None:
-    """Keep only the input of each block, or also what took long to compute; the weights keep their names."""
+    """Keep only the input of each block, or also what took long to compute; the weights keep their names.
+
+    All blocks have the same function, and nothing of it is of one block: compiled, it serves all of them.
+    """
+    # Without dropout nothing is drawn, and the state of a generator on a GPU need not be read, which would wait.
+    settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.config.dropout > 0.0}
+    compiled = {**settings, "context_fn": _selective} if how == "selective" else settings
+
+    def forward(block: TransformerBlock, *arguments: Any) -> Tensor:
+        if not (block.training and torch.is_grad_enabled()):  # nothing is kept anyway
+            return TransformerBlock.forward(block, *arguments)
+        if torch.compiler.is_compiling():
+            more = compiled  # the graph has the kernel of attention that was chosen
+        else:
+            more = {**settings, "context_fn": partial(_contexts, arguments[0].device, how)}
+        output: Tensor = checkpoint(TransformerBlock.forward, block, *arguments, **more)
+        return output
+
     for block in model.blocks:
-        assert isinstance(block, TransformerBlock)
-        # Without dropout nothing is drawn, and the state of a generator on a GPU need not be read, which would wait.
-        settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.config.dropout > 0.0}
-        settings["context_fn"] = partial(_contexts, block, how)
-        block.forward = _Recomputed(block, block.forward, settings)  # type: ignore[method-assign, assignment]
+        block.forward = MethodType(forward, block)
 
 
 Context = AbstractContextManager[Any]
 
 
-def _contexts(block: nn.Module, how: Literal["block", "selective"]) -> tuple[Context, Context]:
+def _contexts(device: torch.device, how: Literal["block", "selective"]) -> tuple[Context, Context]:
     """What a block is computed in: the first time, and again."""
-    first: Context = ExitStack()
-    again: Context = ExitStack()
-    if how == "selective":
-        first, again = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-    device = next(block.parameters()).device
+    first, again = _selective() if how == "selective" else (ExitStack(), ExitStack())
     if device.type == "cuda":
         # Backward runs outside of what chose the kernel of attention, and another one keeps other tensors.
         again = _both(again, room("kernels").fastest_attention(device))
@@ -60,17 +70,9 @@ def _both(outer: Context, inner: Context) -> Iterator[None]:
         yield
 
 
-class _Recomputed:
-    """The forward of a block. In evaluation and generation, nothing is kept anyway."""
-
-    def __init__(self, block: TransformerBlock, plain: Callable[..., Tensor], settings: dict[str, Any]) -> None:
-        self._block, self._plain, self._settings = block, plain, settings
-
-    def __call__(self, *arguments: Any) -> Tensor:
-        if not (self._block.training and torch.is_grad_enabled()):
-            return self._plain(*arguments)
-        output: Tensor = checkpoint(self._plain, *arguments, **self._settings)
-        return output
+def _selective() -> tuple[Context, Context]:
+    contexts: tuple[Context, Context] = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return contexts
 
 
 def _policy(context: Any, operation: Any, *arguments: Any, **more: Any) -> CheckpointPolicy:
