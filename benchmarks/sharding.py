@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 from gpu_throughput import kernels
 from torch import nn
@@ -96,6 +97,8 @@ def measure(args: argparse.Namespace, shard: str) -> None:
     if shard == "none" and world.device.type == "cuda":
         # The same arithmetic: without its kernels for whole models, which a sharded one cannot use.
         built = with_kernels(replace(config, ranks=replace(config.ranks, shard="full")), world.device)
+    # The prediction is of tensors; on a CPU, torch and Python have their memory already.
+    before = psutil.Process().memory_info().rss if world.device.type == "cpu" else 0
     with peak_memory(world.device) as peak:
 
         def make() -> nn.Module:
@@ -116,7 +119,7 @@ def measure(args: argparse.Namespace, shard: str) -> None:
             began = time.perf_counter()
             loss = one_step(step, batches, world, number)
             times.append(time.perf_counter() - began)
-        peak_bytes = max(world.gather(peak()))
+        peak_bytes = max(world.gather(peak() - before))
     predicted = estimate(
         config,
         tokens=args.batch_size * context,
