@@ -1,7 +1,9 @@
 """What sharding costs and saves: a step with --shard against one without, and peak memory against the prediction.
 
     python benchmarks/sharding.py --preset gpt2-xl --batch_size 8                           # one GPU, none and full
-    python benchmarks/sharding.py --preset llama-8b --batch_size 1 --activation_checkpointing block --shards full
+    python benchmarks/sharding.py --preset gpt2-xl --batch_size 32 --compile --steps 7
+    python benchmarks/sharding.py --preset llama-8b --batch_size 2 --accumulated 4 --compile \\
+        --activation_checkpointing selective --any_weights --shards full --steps 3
     torchrun --standalone --nproc_per_node=4 benchmarks/sharding.py --preset tiny --shards none full 2
 
 Each row is a process of its own on a single GPU; under torchrun, one after the other in the same processes.
@@ -33,6 +35,7 @@ from drumline.kernels import with_kernels
 from drumline.model import build_model, flops_per_token
 from drumline.parallel import World, join, leave, peak_flops, pick_dtype
 from drumline.sharding import undrawn
+from drumline.sharding.weights import local
 from drumline.train.pretraining import _step
 from drumline.train.step import Step
 
@@ -50,6 +53,7 @@ def main() -> None:
     parser.add_argument("--activation_checkpointing", default="none")
     parser.add_argument("--offload", default="none")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--any_weights", action="store_true", help="drawn on the GPU, in seconds: not as a run does it")
     parser.add_argument("--profile", action="store_true", help="show the kernels that a step's time goes to")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--shards", nargs="+", default=["none", "full"])
@@ -111,7 +115,11 @@ def measure(args: argparse.Namespace, shard: str) -> None:
             model, initialize = undrawn(make, world)  # as a run does
         flops = flops_per_token(model, context=context)
         step = _step(config, model, batches, world)
-        initialize()
+        if args.any_weights:
+            for parameter in model.parameters():
+                nn.init.normal_(local(parameter), std=0.02)
+        else:
+            initialize()
         if world.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # how the weights came here is another question
         times = []

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,23 @@ def _run_ranks(
         processes.append(process)
         pipes.append(ours)
     try:
-        return [
-            pipe.recv() if pipe.poll(TIMEOUT_S) else Outcome(-1, "", f"rank {rank} gave no answer")
-            for rank, pipe in enumerate(pipes)
-        ]
+        return [_answer(rank, *each) for rank, each in enumerate(zip(processes, pipes, strict=True))]
     finally:
         for process in processes:
             process.join(5)
             process.kill()
             process.join()
+
+
+def _answer(rank: int, process: BaseProcess, pipe: Connection) -> Outcome:
+    if not pipe.poll(TIMEOUT_S):
+        return Outcome(-1, "", f"rank {rank} gave no answer")
+    try:
+        answer: Outcome = pipe.recv()
+    except EOFError:
+        process.join()
+        return Outcome(-1, "", f"rank {rank} died without an answer, with exit code {process.exitcode}")
+    return answer
 
 
 def train_ranks(
