@@ -100,7 +100,7 @@ def _answer(rank: int, process: BaseProcess, pipe: Connection) -> Outcome:
         answer: Outcome = pipe.recv()
     except EOFError:
         process.join()
-        return Outcome(-1, "", f"rank {rank} died without an answer, with exit code {process.exitcode}")
+        return Outcome(process.exitcode or RAISED, "", f"rank {rank} died without an answer")
     return answer
 
 

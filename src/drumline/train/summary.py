@@ -9,8 +9,6 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from drumline.config import TrainConfig, preset
 from drumline.data import Data, TokenBatches
 from drumline.files import RunFolder
@@ -75,7 +73,7 @@ def conclude(config: TrainConfig, data: Data, setup: Setup, records: Records, re
     try:
         text = setup.last_text()
         if setup.world.is_rank0:
-            with raising(), torch.compiler.set_stance("force_eager"):  # to compile for a text takes longer than it
+            with raising(), room("generate").uncompiled():
                 _show_results(config, data, setup, records, result, text)
     except KeyboardInterrupt:
         records.say(f"stopped after the last step, everything is saved; to see the results:\n  {again}")
