@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from drumline.generate.inference import WritingRun, evaluate_run, held_out, sample_run, scoring_run, writing_run
     from drumline.generate.loading import FoundRun, LoadedRun, find_run, load_run
     from drumline.generate.sample import VISIBLE, SampleConfig, can_write, choose, generate
-    from drumline.generate.samples import uncompiled, write_sample
+    from drumline.generate.samples import write_sample
     from drumline.generate.stops import StoppingText
     from drumline.generate.together import text_of_all, write_together
 

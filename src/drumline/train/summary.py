@@ -9,6 +9,8 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from drumline.config import TrainConfig, preset
 from drumline.data import Data, TokenBatches
 from drumline.files import RunFolder
@@ -73,7 +75,7 @@ def conclude(config: TrainConfig, data: Data, setup: Setup, records: Records, re
     try:
         text = setup.last_text()
         if setup.world.is_rank0:
-            with raising(), room("generate").uncompiled():
+            with raising(), torch.compiler.set_stance("force_eager"):  # to compile for a text takes longer than it
                 _show_results(config, data, setup, records, result, text)
     except KeyboardInterrupt:
         records.say(f"stopped after the last step, everything is saved; to see the results:\n  {again}")
@@ -101,8 +103,7 @@ def _show_results(
         text = tokenizer.decode([*generate.generate(model, tokenizer.encode(prompt), settings, **limits)])
     if text is not None:
         records.line(folder.samples, {"step": result.step, "prompt": prompt, "text": text})
-        text = (prompt + text).translate(generate.VISIBLE)
-        records.say("\n".join(["\nsample:", *(f"  | {line}" for line in text.splitlines())]))
+        records.say("\n  | ".join(["\nsample:", *(prompt + text).translate(generate.VISIBLE).splitlines()]))
         example = ["--prompt", "def "] if config.data.train_data_path == "builtin" else []
         next_steps.insert(0, command("sample" if data.train.targets is None else "chat", folder.path, *example))
     write_report(folder, records)
