@@ -23,8 +23,8 @@ from torch import Tensor
 from drumline.model import starts
 
 _LOG2_E = 1.4426950408889634
-# Rows that a program owns, rows it reads at a time, stages: the fastest of 90 on an H200 for heads of 64, at three
-# lengths of documents (benchmarks/document_mask.py). Small tiles lose less at the borders of documents.
+# Rows that a program owns, rows it reads at a time, stages: the fastest of some 80 on an H200, for heads of 64 and the
+# documents of benchmarks/document_mask.py. Small tiles lose less at the borders of documents.
 _ATTEND, _BY_QUERIES, _BY_KEYS = (64, 64, 3), (64, 64, 2), (64, 32, 3)
 _NEVER = tl.constexpr(-1.0e30)
 """The score of a key that is not attended to: finite, so that a row which has none yet gives no NaN."""
