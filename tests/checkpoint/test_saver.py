@@ -207,7 +207,8 @@ def test_a_large_save_tells_how_long_copying_writing_and_reading_back_took(
         saver.save(state(4))
         saver.wait()
     event = reports[-1][1]
-    assert {"copy_s", "write_s", "check_s"} <= event.keys() and event["written_s"] >= event["write_s"]
+    assert {"copy_s", "write_s", "check_s"} <= event.keys()
+    assert event["stall_s"] + event["written_s"] >= event["write_s"]  # writing begins while training may still stand
 
 
 def test_a_large_checkpoint_that_the_disk_does_not_have_as_it_was_written_is_set_aside_and_the_one_before_kept(

@@ -289,7 +289,7 @@ def test_a_dry_run_reads_nothing_but_what_says_what_the_tokens_are(
 
 def test_batches_are_made_ahead_while_the_step_uses_one(store: ObjectStore, local: Path) -> None:
     plan, stored, here = BatchPlan(2, 2), open_tokens(opened()), open_tokens(local)
-    batches = ahead.read_ahead(TokenBatches, total_steps=12)(stored, plan, context=16, seed=3)
+    batches = ahead.read_ahead(TokenBatches, total_steps=11)(stored, plan, context=16, seed=3)
     wanted = TokenBatches(here, plan, context=16, seed=3)
 
     def same(step: int) -> None:
@@ -303,7 +303,7 @@ def test_batches_are_made_ahead_while_the_step_uses_one(store: ObjectStore, loca
     for future in list(made.values()):
         future.result(timeout=TIMEOUT_S)
     assert set(made) == {(step, index) for step in range(3, 11) for index in (0, 1)}
-    store.fault = lambda method, name, body: 403  # what is made ahead needs no store any more
+    store.fault = lambda method, name, body: 403  # what is made ahead needs no store any more, and no more is asked for
     for step in range(3, 11):
         same(step)
     store.fault = lambda method, name, body: None
