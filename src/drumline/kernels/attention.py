@@ -63,7 +63,7 @@ def _rows(x, row, step, length, WIDTH: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _blocks_of_queries(begins, at, length, ROWS: tl.constexpr, KEYS: tl.constexpr):
+def _blocks_of_keys(begins, at, length, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """For a tile of queries: the first block of keys, the first that needs no mask, and how many need one."""
     last = tl.minimum(at + ROWS, length) - 1
     low = tl.load(begins + at) // KEYS
@@ -104,7 +104,7 @@ def _attend_kernel(
     row = at + tl.arange(0, ROWS)
     begin = tl.load(begins + row, mask=row < length, other=0)
     queries = _rows(q + base, row, by_token, length, WIDTH, True)
-    low, whole, masked = _blocks_of_queries(begins, at, length, ROWS, KEYS)
+    low, whole, masked = _blocks_of_keys(begins, at, length, ROWS, KEYS)
     most, total = tl.full((ROWS,), _NEVER, dtype=tl.float32), tl.zeros((ROWS,), dtype=tl.float32)
     sums = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     for number in range(masked):
@@ -158,7 +158,7 @@ def _by_queries_kernel(
     by_outs = _rows(by_out + own, row, heads * WIDTH, length, WIDTH, True)
     dots = tl.sum(outs.to(tl.float32) * by_outs.to(tl.float32), 1)
     tl.store(dots_out + numbers, dots, mask=inside)
-    low, whole, masked = _blocks_of_queries(begins, at, length, ROWS, KEYS)
+    low, whole, masked = _blocks_of_keys(begins, at, length, ROWS, KEYS)
     by_q = tl.zeros((ROWS, WIDTH), dtype=tl.float32)
     for number in range(masked):
         place = _masked_block(number, low, whole, at, KEYS)
