@@ -29,13 +29,16 @@ class ObjectStore:
     """Objects by bucket/name. All buckets exist but those in `missing`; nothing is kept on disk.
 
     fault:    called before each request is answered; it may also wait
+    opens:    what a request must have in its Authorization
     requests: (method, bucket/name) of each request
     """
 
     def __init__(self, port: int = 0) -> None:
         self.objects: dict[str, bytes] = {}
         self.parts: dict[str, dict[int, bytes]] = {}
+        self.blocks: dict[tuple[str, str], bytes] = {}
         self.missing = {"nowhere"}
+        self.opens = KEY
         self.fault: Fault = lambda method, name, body: None
         self.requests: list[tuple[str, str]] = []
         self.lock = threading.Lock()
@@ -83,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
         status = self.store.fault(self.command, name, body)
         if status is not None:
             self._error(status, "InternalError" if status >= 500 else "AccessDenied")
-        elif KEY not in self.headers.get("Authorization", ""):
+        elif self.store.opens not in self.headers.get("Authorization", ""):
             self._error(403, "InvalidAccessKeyId")
         elif name.partition("/")[0] in self.store.missing:
             self._error(404, "NoSuchBucket")
@@ -108,6 +111,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, f"<Error><Code>{code}</Code><Message>{code}</Message></Error>".encode())
 
     def _get(self, name: str, query: dict[str, list[str]], body: bytes) -> None:
+        if query.get("comp") == ["list"]:
+            return self._azure_list(name, query)
         if "list-type" in query or "/" not in name:
             return self._list(name.strip("/"), query)
         content = self.store.objects.get(name)
@@ -135,14 +140,46 @@ class _Handler(BaseHTTPRequestHandler):
         text = f"<ListBucketResult><Name>{bucket}</Name><IsTruncated>false</IsTruncated>{items}</ListBucketResult>"
         self._answer(200, text.encode())
 
+    def _azure_list(self, container: str, query: dict[str, list[str]]) -> None:
+        prefix = f"{container}/{query.get('prefix', [''])[0]}"
+        items = "".join(
+            f"<Blob><Name>{escape(name.removeprefix(f'{container}/'))}</Name><Properties>"
+            f"<Content-Length>{len(content)}</Content-Length><Content-Type>x</Content-Type><Etag>x</Etag>"
+            "<Last-Modified>Wed, 18 Nov 2026 10:00:00 GMT</Last-Modified></Properties></Blob>"
+            for name, content in sorted(self.store.objects.items())
+            if name.startswith(prefix)
+        )
+        text = f"<EnumerationResults><Blobs>{items}</Blobs><NextMarker/></EnumerationResults>"
+        self._answer(200, text.encode())
+
+    def _azure_delete(self, container: str, body: bytes) -> None:
+        account, parts = container.partition("/")[0], list[str]()
+        for number, path in enumerate(re.findall(r"DELETE /(\S+) HTTP", body.decode())):
+            name = unquote(path) if path.startswith(account) else f"{account}/{unquote(path)}"
+            self.store.requests.append(("DELETE", name))
+            status = "202 Accepted" if self.store.objects.pop(name, None) is not None else "404 BlobNotFound"
+            parts.append(
+                f"--x\r\nContent-Type: application/http\r\nContent-ID: {number}\r\n\r\n"
+                f"HTTP/1.1 {status}\r\nx-ms-request-id: 1\r\nx-ms-version: 1\r\n\r\n"
+            )
+        self._answer(202, f"{''.join(parts)}--x--\r\n".encode(), Content_Type="multipart/mixed; boundary=x")
+
     def _put(self, name: str, query: dict[str, list[str]], body: bytes) -> None:
         if "uploadId" in query:
             self.store.parts[query["uploadId"][0]][int(query["partNumber"][0])] = body
+        elif query.get("comp") == ["block"]:
+            self.store.blocks[name, query["blockid"][0]] = body
+        elif query.get("comp") == ["blocklist"]:
+            wanted = re.findall(r"<(?:Latest|Uncommitted)>(.*?)</", body.decode())
+            self.store.objects[name] = b"".join(self.store.blocks.pop((name, each)) for each in wanted)
         else:
             self.store.objects[name] = body
         self._answer(200, ETag=f'"{hashlib.md5(body).hexdigest()}"')
 
     def _post(self, name: str, query: dict[str, list[str]], body: bytes) -> None:
+        if query.get("comp") == ["batch"]:
+            self._azure_delete(name, body)
+            return
         if "uploads" in query:
             number = uuid.uuid4().hex
             self.store.parts[number] = {}

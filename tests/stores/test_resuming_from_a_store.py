@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.hub import TOKEN, Hub
 from helpers.object_store import KEY, SECRET, ObjectStore
 from helpers.ranks import TIMEOUT_S
 from helpers.small import small
@@ -83,6 +84,50 @@ def test_a_run_whose_machine_is_gone_resumes_elsewhere_and_ends_with_the_same_bi
     assert steps == sorted(steps) and set(steps) == {1, 2, 3, 4, 5, 6}
     uploaded = store.objects["bucket/runs/big/metrics.jsonl"].decode().splitlines()
     assert [json.loads(line)["step"] for line in uploaded] == steps
+
+
+_ACCOUNT = {"gcs_base_url": "HOST", "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+GOOGLE = {"STORAGE_EMULATOR_HOST": "HOST", "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(_ACCOUNT)}
+AZURE = {"AZURE_STORAGE_USE_EMULATOR": "true", "AZURITE_BLOB_STORAGE_URL": "HOST", "AZURE_ENDPOINT": "HOST"}
+
+
+@pytest.mark.parametrize(("scheme", "opens", "environ"), [("gs", "", GOOGLE), ("az", "devstoreaccount1:", AZURE)])
+def test_checkpoints_in_other_clouds_are_kept_found_and_resumed_from(
+    here: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch, scheme: str, opens: str, environ: dict[str, str]
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value.replace("HOST", f"http://127.0.0.1:{store.port}"))
+    store.opens, there = opens, ("--checkpoint_store", f"{scheme}://bucket/runs/big")
+    run("--run_dir", "reference")
+    run(*there, "--run_dir", "lost")
+    last = [name for name in store.objects if "step-00000006/" in name]
+    assert last
+    for name in last:  # the machine went before its end
+        del store.objects[name]
+    shutil.rmtree("lost")
+    printed = run(*there, "--run_dir", "new", resumes=True)
+    assert f"fetching {scheme}://bucket/runs/big/checkpoints/step-0000000" in printed
+    assert sha256("new") == sha256("reference")
+    assert 6 in RunStore(there[1]).checkpoints()
+
+
+def test_checkpoints_in_a_repository_of_the_hub_are_kept_found_and_resumed_from(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("huggingface_hub")
+    there = ("--checkpoint_store", "hf://some/one/runs/big")
+    with Hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        run("--run_dir", "reference")
+        run(*there, "--run_dir", "lost")
+        hub.files = {name: content for name, content in hub.files.items() if "step-00000006/" not in name}
+        assert any("step-0000000" in name for name in hub.files)  # the machine went before its end
+        shutil.rmtree("lost")
+        printed = run(*there, "--run_dir", "new", resumes=True)
+        assert "fetching hf://some/one/runs/big/checkpoints/step-0000000" in printed
+        assert any("step-00000006/" in name for name in hub.files)
+    assert sha256("new") == sha256("reference")
 
 
 def test_an_event_tells_the_seconds_and_bytes_of_each_upload(here: Path, store: ObjectStore) -> None:

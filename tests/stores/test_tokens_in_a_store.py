@@ -84,6 +84,36 @@ def test_a_run_from_a_store_ends_with_the_bits_of_one_from_a_disk_on_one_and_two
     assert f'train_data_path = "{URL}"' in Path("two/config.toml").read_text()
 
 
+@pytest.mark.parametrize(
+    ("url", "place", "opens", "environ"),
+    [
+        ("HOST/shared/tokens", "shared/tokens", "Basic dXNlcjpjYW5hcnk=", {"NETRC": "netrc"}),
+        ("hf://datasets/some/one/tokens", "datasets/some/one/resolve/main/tokens", "Bearer canary", {
+            "HF_ENDPOINT": "HOST", "HF_TOKEN": "canary",
+        }),
+        ("gs://bucket/sets/tokens", "bucket/sets/tokens", "", {
+            "STORAGE_EMULATOR_HOST": "HOST", "GOOGLE_BASE_URL": "HOST", "GOOGLE_SKIP_SIGNATURE": "true",
+        }),
+        ("az://bucket/sets/tokens", "devstoreaccount1/bucket/sets/tokens", "SharedKey devstoreaccount1:", {
+            "AZURE_STORAGE_USE_EMULATOR": "true", "AZURITE_BLOB_STORAGE_URL": "HOST", "AZURE_ENDPOINT": "HOST",
+        }),
+    ],
+    ids=["http", "hf", "gs", "az"],
+)  # fmt: skip
+def test_tokens_on_the_web_the_hub_and_other_clouds_give_the_bits_of_a_run_from_a_disk(
+    store: ObjectStore, local: Path, monkeypatch: pytest.MonkeyPatch, url: str, place: str, opens: str,
+    environ: dict[str, str],
+) -> None:  # fmt: skip
+    host = f"http://127.0.0.1:{store.port}"
+    Path("netrc").write_text("machine 127.0.0.1 login user password canary\n")
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value.replace("HOST", host))
+    store.objects = {name.replace("bucket/sets/tokens", place): each for name, each in store.objects.items()}
+    store.opens = opens
+    assert train(url.replace("HOST", host), "remote") == train(str(local), "local")
+    assert ("GET", f"{place}/train.bin") in store.requests
+
+
 def test_validation_data_and_evaluation_are_read_from_a_store(
     store: ObjectStore, local: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

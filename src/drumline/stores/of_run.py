@@ -31,7 +31,7 @@ _RUN_FILE = re.compile(r"[a-z_]+\.(?:toml|json|jsonl)|pretrained/\w[\w.-]*")
 _OF_THE_MACHINE = [path.name for path in (_FOLDER.status, _FOLDER.events, _FOLDER.ranks, _FOLDER.trainer)]
 _STEP = re.compile(rf"(?P<run>.+?)(?:/{_CHECKPOINTS})?/{re.escape(CHECKPOINT_PREFIX)}(?P<step>\d+)")
 _is_run_id = re.compile("[0-9a-f]{32}").fullmatch
-WRITABLE = ("s3", "gs", "az")
+WRITABLE = ("s3", "gs", "az", "hf")
 
 
 def is_run_file(name: str) -> bool:
