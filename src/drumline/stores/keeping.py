@@ -58,7 +58,7 @@ def stored_checkpoints(url: str) -> list[Listed]:
     if url.partition("://")[0] not in WRITABLE:
         raise ConfigError(
             f"{url} is no place that a run uploads checkpoints to",
-            fix=f"give the --checkpoint_store of a run: {', '.join(f'{each}://BUCKET/RUN' for each in WRITABLE)}",
+            fix=f"give the --checkpoint_store of a run: {', '.join(WRITABLE.values())}",
         )
     place, wanted = split_url(url)
     run = RunStore(place)

@@ -31,7 +31,7 @@ _RUN_FILE = re.compile(r"[a-z_]+\.(?:toml|json|jsonl)|pretrained/\w[\w.-]*")
 _OF_THE_MACHINE = [path.name for path in (_FOLDER.status, _FOLDER.events, _FOLDER.ranks, _FOLDER.trainer)]
 _STEP = re.compile(rf"(?P<run>.+?)(?:/{_CHECKPOINTS})?/{re.escape(CHECKPOINT_PREFIX)}(?P<step>\d+)")
 _is_run_id = re.compile("[0-9a-f]{32}").fullmatch
-WRITABLE = ("s3", "gs", "az", "hf")
+WRITABLE = {**{each: f"{each}://BUCKET/RUN" for each in ("s3", "gs", "az")}, "hf": "hf://OWNER/NAME/RUN"}
 
 
 def is_run_file(name: str) -> bool:
@@ -49,7 +49,7 @@ def check_writable(url: str) -> None:
     if not is_store(url) or url.partition("://")[0] not in WRITABLE:
         raise ConfigError(
             f"--checkpoint_store {without_secrets(url)} is not a place that checkpoints can be uploaded to",
-            fix=f"use one of {', '.join(f'{each}://BUCKET/RUN' for each in WRITABLE)}",
+            fix=f"use one of {', '.join(WRITABLE.values())}",
         )
     check_url(url)
     if split_url(url)[1] is not None:
