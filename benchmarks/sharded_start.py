@@ -1,8 +1,9 @@
 """From the start of a sharded run to its first step, from a checkpoint: seconds, bytes read and memory per rank.
 
     python benchmarks/sharded_start.py --preset gpt2 --ranks 2 4
+    python benchmarks/sharded_start.py --preset gpt2-xl --ranks 1 --device cuda
 
-Makes the checkpoint first, by a run of one step. Bytes read: what each rank reads to verify its part of the files (as
+Makes the checkpoint first, by a run of one step on the first number of ranks. Bytes read: what each rank reads to verify its part of the files (as
 Linux counts it), and the rows that it takes from them, which are mapped. `drumline train` itself, under torchrun.
 """
 
@@ -10,6 +11,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="gpt2")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--context", type=int, default=64)
     parser.add_argument("--vocab_size", type=int, default=50257)
     arguments = parser.parse_args()
@@ -36,16 +39,18 @@ def main() -> None:
         words = (
             f"train --preset {arguments.preset} --context {arguments.context} --vocab_size {arguments.vocab_size} "
             f"--train_data_path {folder}/random.bin --data_dtype uint16 --run_dir {folder}/run --batch_size 1 "
-            f"--global_batch_size {max(arguments.ranks)} --device cpu --shard full --keep_checkpoints 9 "
+            f"--global_batch_size {max(arguments.ranks)} --device {arguments.device} --shard full --keep_checkpoints 9 "
             "--allow_change total_steps --total_steps"
         ).split()
-        launched(2, [*words, "1"], Path(folder))
+        launched(arguments.ranks[0], [*words, "1"], Path(folder))
         size = sum(path.stat().st_size for path in Path(folder, "run/checkpoints/step-00000001").iterdir())
-        print(f"{arguments.preset}: checkpoint {size / 1e9:.3f} GB")
+        print(f"{arguments.preset}: checkpoint {size / 1e9:.3f} GB", flush=True)
         for number, ranks in enumerate(arguments.ranks):
             took = launched(ranks, [*words, str(2 + number), "--resume_from", "1"], Path(folder))
             for name in ("initialized", "resumed", "first step"):
-                print(f"{ranks} ranks, {name}: " + shown([each[name] for each in took]))
+                print(f"{ranks} ranks, {name}: " + shown([each[name] for each in took]), flush=True)
+            for newer in Path(folder, "run/checkpoints").glob("step-*[!1]"):  # one of gpt2-xl is 19 GB
+                shutil.rmtree(newer)
 
 
 def shown(facts: list[dict[str, float]]) -> str:
@@ -59,7 +64,7 @@ def shown(facts: list[dict[str, float]]) -> str:
 
 def launched(ranks: int, words: list[str], folder: Path) -> list[dict[str, dict[str, float]]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", __file__]
-    environ = {**os.environ, _RANK: str(folder), "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, _RANK: str(folder), "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
     subprocess.run([*command, *words], env=environ, check=True, stdout=subprocess.DEVNULL)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 

@@ -2,8 +2,8 @@
 
     python benchmarks/sharding.py --preset gpt2-xl --batch_size 8                           # one GPU, none and full
     python benchmarks/sharding.py --preset gpt2-xl --batch_size 32 --compile --steps 7
-    python benchmarks/sharding.py --preset llama-8b --batch_size 2 --accumulated 4 --compile \\
-        --activation_checkpointing selective --any_weights --shards full --steps 3
+    python benchmarks/sharding.py --preset llama-8b --batch_size 4 --accumulated 8 --compile \\
+        --activation_checkpointing selective --any_weights --shards full --steps 2
     torchrun --standalone --nproc_per_node=4 benchmarks/sharding.py --preset tiny --shards none full 2
 
 Each row is a process of its own on a single GPU; under torchrun, one after the other in the same processes.

@@ -14,7 +14,7 @@ from helpers.ranks import run_ranks
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from drumline.config.model import GPTConfig
 from drumline.kernels import gpt as fused_gpt
@@ -333,7 +333,14 @@ def muon_by_kernels(*, sharded: bool) -> list[Tensor]:
     assert [optimizer.state[weight]["updates"].item() for weight in weights] == [2.0] * len(weights)
     states = [optimizer.state[weight] for weight in weights]
     after: list[Any] = [*weights, *(state[name] for state in states for name in ("momentum", "variance"))]
-    return [(each.full_tensor() if sharded else each).detach().cpu() for each in after]
+    return [whole(each) if sharded else each.detach().cpu() for each in after]
+
+
+def whole(tensor: DTensor) -> Tensor:
+    """What full_tensor() gives, which ends in a segmentation fault for CUDA tensors of a gloo group (torch 2.11)."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, tensor.to_local().detach().cpu())
+    return torch.cat(parts)
 
 
 def muon_of_owners() -> list[bool]:
