@@ -30,6 +30,7 @@ def work():
         child.start()
         child.join()
         codes.append(child.exitcode)
+    work.lock = multiprocessing.RLock()  # as tqdm has one, which torch.compile imports
     print("rank", codes, flush=True)
 
 if __name__ == "__main__":

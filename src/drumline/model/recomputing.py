@@ -5,6 +5,7 @@ The same numbers, bit by bit: memory is traded for time, and nothing else change
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -37,6 +38,8 @@ def recompute(model: GPT, how: Literal["block", "selective"]) -> None:
     # Without dropout nothing is drawn, and the state of a generator on a GPU need not be read, which would wait.
     settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": model.config.dropout > 0.0}
     compiled = {**settings, "context_fn": _selective} if how == "selective" else settings
+    # It warns at each start of operations in place, of which a block has none.
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: False)
 
     def forward(block: TransformerBlock, *arguments: Any) -> Tensor:
         if not (block.training and torch.is_grad_enabled()):  # nothing is kept anyway
