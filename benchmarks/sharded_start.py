@@ -3,9 +3,9 @@
     python benchmarks/sharded_start.py --preset gpt2 --ranks 2 4
     python benchmarks/sharded_start.py --preset gpt2-xl --ranks 1 --device cuda
 
-Makes the checkpoint first, by a run of one step on the first number of ranks. Bytes read: what each rank reads to verify
-its part of the files (as Linux counts it), and the rows that it takes from them, which are mapped. `drumline train`
-itself, under torchrun.
+Makes the checkpoint first, by a run of one step on the first number of ranks. Bytes read: what each rank reads to
+verify its part of the files (as Linux counts it), and the rows that it takes from them, which are mapped. `drumline
+train` itself, under torchrun.
 """
 
 import argparse
