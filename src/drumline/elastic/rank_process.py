@@ -259,7 +259,7 @@ def _rank(environ: dict[str, str], work: Callable[[], Any]) -> None:
     if code in (0, EXIT_STOPPED):
         leave()  # others may still be reading from this rank's store
     flush_console()
-    util._run_finalizers(0)  # remove semaphores: those of a process that is gone count as leaked
+    util._run_finalizers(0)  # type: ignore[attr-defined]  # semaphores of a process that is gone count as leaked
     # Interpreter shutdown under gloo's threads sometimes aborts a process that has finished its work.
     os._exit(code)
 
