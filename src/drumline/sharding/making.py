@@ -36,8 +36,9 @@ class _Write:
     arguments: tuple[Any, ...]
     more: dict[str, Any]
 
-    def made(self) -> Tensor:
-        whole = torch.empty(self.tensor.shape, dtype=self.tensor.dtype, device="cpu")
+    def made(self, space: Tensor) -> Tensor:
+        """The whole tensor, at the start of `space`, which is bytes."""
+        whole = space[: self.tensor.nbytes].view(self.tensor.dtype).view(self.tensor.shape)
         self.function(whole, *self.arguments, **self.more)
         return whole
 
@@ -72,16 +73,20 @@ def undrawn(make: Callable[[], nn.Module], world: World) -> tuple[nn.Module, Cal
     def initialize() -> None:
         torch.set_rng_state(seeded)
         parameters, digest = dict(model.named_parameters()), hashlib.sha256()
+        # Fresh memory for each tensor would take longer than the draws.
+        space = torch.empty(max((each.tensor.nbytes for each in writes), default=0), dtype=torch.uint8, device="cpu")
         for number, write in enumerate(writes):
             keeps = last[id(write.tensor)] == number
             if not keeps and write.function not in _DRAWS:
                 continue
-            whole = write.made()
+            whole = write.made(space)
             if keeps:
                 parameter = cast(DTensor, parameters[names[id(write.tensor)]])
                 rows = own_rows(parameter)
                 local_part(parameter).copy_(whole[rows.start : rows.stop])
-                digest.update(str(int(whole.view(torch.int32).sum())).encode())
+                if world.size > 1:
+                    words = whole.view(-1).view(torch.int32 if whole.nbytes % 8 else torch.int64)
+                    digest.update(str(int(words.sum())).encode())
         if world.size > 1:
             compare(world, {"initial weights": digest.hexdigest()})
 
