@@ -75,17 +75,27 @@ def test_memory_that_another_user_or_a_link_has_taken_is_not_used(
 
 
 @pytest.mark.parametrize(
-    "name", ["checkpoints", "checkpoints/step-00000009", "metrics.jsonl", ".lock", "tokenizer.json"]
+    "name",
+    [
+        *("checkpoints", "checkpoints/step-00000009", "metrics.jsonl", ".lock", "tokenizer.json"),
+        *("metrics.jsonl.damaged", ".metrics.jsonl.PID", "evals/step-00000003.json", "wandb"),
+    ],
 )
 def test_links_that_lead_out_of_a_run_folder_are_not_followed_to_write_or_delete(
     run: Path, tmp_path: Path, train: Train, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     precious = tmp_path / "precious"
-    path = run / name
+    path = run / name.replace("PID", str(os.getpid()))
+    path.parent.mkdir(exist_ok=True)
     if path.exists():
         path.rename(precious)
+    elif "." in path.name:
+        precious.write_text("a key\n")
     else:
         precious.mkdir()
+    if name.startswith((".", "metrics.jsonl.")):  # what is written when a line is set aside
+        with (run / "metrics.jsonl").open("a") as metrics:
+            metrics.write("a damaged line\n")
     before = sorted((each.name, each.lstat().st_mtime_ns) for each in [precious, *precious.glob("*")])
     path.symlink_to(precious)
     capsys.readouterr()
@@ -93,7 +103,7 @@ def test_links_that_lead_out_of_a_run_folder_are_not_followed_to_write_or_delete
         code = run_command(words) if words[0] == "checkpoint" else train(*MORE)
         error, fix = capsys.readouterr().err.splitlines()
         assert code == 1 and fix.startswith("  fix: ")
-        assert f"run/{name} is a link to " in error or "Too many levels of symbolic links" in error
+        assert f"{path.relative_to(tmp_path)} is a link to " in error or "Too many levels of symbolic links" in error
     assert sorted((each.name, each.lstat().st_mtime_ns) for each in [precious, *precious.glob("*")]) == before
     assert json.loads((run / "status.json").read_text())["step"] == 3
 
@@ -102,3 +112,28 @@ def test_links_within_a_run_folder_are_fine(run: Path, train: Train) -> None:
     (run / "metrics.jsonl").rename(run / "all.jsonl")
     (run / "metrics.jsonl").symlink_to("all.jsonl")
     assert train(*MORE) == 0
+
+
+@pytest.mark.parametrize("name", ["config.toml", "data.json", "status.json", ".id", "tokenizer.json", "metrics.jsonl"])
+def test_a_pipe_in_a_run_folder_keeps_no_command_waiting(
+    run: Path, train: Train, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    for words in ("checkpoint list run", "sample run --prompt a", "evaluate run"):
+        capsys.readouterr()
+        assert run_command(words.split()) == 1
+        error, fix = capsys.readouterr().err.splitlines()
+        assert error.startswith(f"error: run/{name} is neither a file nor a folder") and fix.startswith("  fix: ")
+    capsys.readouterr()
+    assert train(*MORE) == 1 and f"run/{name} is neither" in capsys.readouterr().err
+    assert run_command(["runs", "."]) == 0 and "run/" not in capsys.readouterr().out
+
+
+def test_a_checkpoint_that_is_a_link_to_nowhere_is_listed_as_not_used(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / "step-00000099").symlink_to("nowhere")
+    capsys.readouterr()
+    assert run_command(["checkpoint", "list", "run"]) == 0
+    assert "not used: a link to nowhere" in capsys.readouterr().out

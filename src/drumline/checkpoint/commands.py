@@ -16,7 +16,7 @@ from drumline.checkpoint.newest import DAMAGED, SUPERSEDED
 from drumline.checkpoint.retention import Retention, leftovers, reasons, step_of, valid_loss
 from drumline.config import read_settings
 from drumline.errors import CheckpointError, ConfigError
-from drumline.files import CHECKPOINT_PREFIX, RunFolder, refuse_links, stored_config
+from drumline.files import CHECKPOINT_PREFIX, RunFolder, refuse_links, refuse_pipes, stored_config
 
 _HOLD_WAIT_S = 1.0
 
@@ -39,7 +39,8 @@ def list_checkpoints(run: Path) -> list[Listed]:
     folder = _run_folder(run)
     paths = checkpoint_paths(folder.checkpoints)
     kept = reasons(paths, run_retention(folder))
-    rows = [_listed(path, ", ".join(kept[path]) or "deleted at the next save") for path in paths]
+    rows = [_listed(path, ", ".join(kept[path]) or "deleted at the next save") for path in paths if path.exists()]
+    rows += [_listed(path, "not used: a link to nowhere") for path in paths if not path.exists()]
     rows += [_listed(path, f"not used: {path.suffix[1:]}") for path in _set_aside(folder)]
     rows += [
         Listed(step=each.step, saved=each.saved, bytes=each.bytes, valid_loss=None, kept="in memory")
@@ -157,6 +158,7 @@ def _run_folder(run: Path) -> RunFolder:
         )
     if not folder.config.exists() and not folder.checkpoints.is_dir():
         raise CheckpointError(f"{run} is not a run", fix="give a run folder; `drumline runs` lists them")
+    refuse_pipes(folder)
     return folder
 
 
@@ -208,7 +210,7 @@ def _set_aside(folder: RunFolder) -> list[Path]:
 def _listed(path: Path, kept: str) -> Listed:
     return Listed(
         step=_step(path),
-        saved=path.stat().st_mtime,
+        saved=path.lstat().st_mtime,
         bytes=_bytes(path),
         valid_loss=valid_loss(path),
         kept=kept,

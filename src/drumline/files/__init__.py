@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from drumline.files.disk import LineFile, Lock, file_sha256, flush, replace_text
     from drumline.files.events import publish
     from drumline.files.journal import EVENTS, Journal, now
-    from drumline.files.private import is_own_folder, make_private, refuse_links
+    from drumline.files.private import is_own_folder, make_private, refuse_links, refuse_pipes
     from drumline.files.run_folder import CHECKPOINT_PREFIX, RunFolder, choose_folder
     from drumline.files.runs import (
         is_unfinished,

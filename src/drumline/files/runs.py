@@ -19,6 +19,7 @@ import psutil
 
 from drumline.config import TrainConfig, differences, from_settings, is_mix, read_settings, with_paths
 from drumline.errors import ConfigError
+from drumline.files.private import refuse_pipes
 from drumline.files.run_folder import RunFolder
 
 RUNS_DIR = Path("runs")
@@ -27,7 +28,15 @@ RUNS_DIR = Path("runs")
 def run_folders(where: Path) -> list[RunFolder]:
     """The runs below a folder, by name; tiny-2 comes before tiny-10."""
     folders = [RunFolder(path) for path in sorted(where.glob("*"), key=_natural)]
-    return [folder for folder in folders if folder.config.exists() or folder.trainer.exists()]
+    return [folder for folder in folders if _is_run(folder)]
+
+
+def _is_run(folder: RunFolder) -> bool:
+    try:
+        refuse_pipes(folder)
+    except ConfigError:  # of a stranger; whoever names it is told
+        return False
+    return folder.config.exists() or folder.trainer.exists()
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
@@ -96,6 +105,7 @@ def stored_config(folder: RunFolder) -> TrainConfig | None:
 
 def stored_settings(folder: RunFolder) -> dict[str, Any]:
     """The settings in a run's config.toml; its relative paths are of the folder where the run was started."""
+    refuse_pipes(folder)
     settings = read_settings(folder.config)
     cwd = origin(folder).get("cwd")
     if isinstance(cwd, str) and os.path.isabs(cwd) and cwd != os.getcwd() and os.path.isdir(cwd):
@@ -151,7 +161,9 @@ def run_of(path: Path) -> RunFolder:
     """The run of a path: a run folder, or the run of a checkpoint."""
     run = RunFolder(path)
     is_checkpoint = path.parent.name == run.checkpoints.name and not run.config.exists()
-    return RunFolder(path.parent.parent) if is_checkpoint else run
+    run = RunFolder(path.parent.parent) if is_checkpoint else run
+    refuse_pipes(run)
+    return run
 
 
 def not_writable(folder: RunFolder, error: OSError) -> ConfigError:
