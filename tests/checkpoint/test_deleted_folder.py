@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers.gated import gated
+from helpers.launchers import rank_process
 from helpers.small import small
 from helpers.warm import piped, run_warm
 
 from drumline.checkpoint.checkpoints import checkpoint_paths, open_checkpoint
-from drumline.errors import EXIT_USER
+from drumline.elastic.deleted import FolderOfRun
+from drumline.errors import EXIT_USER, ConfigError
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
 
@@ -124,3 +128,43 @@ def test_two_ranks_whose_folder_is_deleted_end_with_one_error(here: Path, step: 
     assert "restarting" not in said and newest(here / "run") > step
     if step < 360:  # else the last record may have been written before
         assert [record["step"] for record in read_metrics(here / "run/metrics.jsonl")] != []
+
+
+def test_a_folder_deleted_before_a_rank_is_killed_costs_the_steps_since_the_snapshot(here: Path) -> None:
+    flags = [*FLAGS, "--total_steps", "400", "--save_every", "5000", "--snapshot_every", "10", "--nproc", "2"]
+    with piped(["-m", "drumline", "train", *flags]) as process:
+        try:
+            assert process.stdout is not None
+            said = ""
+            while "step  150/400" not in said:
+                line = process.stdout.readline()
+                assert line, said
+                said += line
+            delete()
+            os.kill(rank_process(process.pid, 1).pid, signal.SIGKILL)
+            said += process.communicate(timeout=TIMEOUT_S)[0]
+        finally:
+            process.kill()
+    assert process.returncode == 0, said
+    told = "was deleted while the run was training; it is made again: the run goes on from a snapshot"
+    assert told in said
+    (resumed,) = re.findall(r"resuming from /dev/shm/\S+ \(step (\d+)\)", said)
+    steps = [record["step"] for record in read_metrics(here / "run/metrics.jsonl")]
+    assert int(resumed) >= 140 and min(steps) > int(resumed) and newest(here / "run") == 400
+
+
+def test_a_folder_that_another_run_took_meanwhile_is_left_to_it(tmp_path: Path) -> None:
+    of_run, folder = FolderOfRun(), RunFolder(tmp_path / "run")
+    assert not of_run.put_back()  # no rank came as far as choosing a folder
+    folder.path.mkdir()
+    own = folder.run_id()
+    of_run.look(folder.path)
+    assert not of_run.put_back()
+    shutil.rmtree(folder.path)
+    assert of_run.put_back() and folder.stored_id() == own
+    folder.identity.unlink()
+    other = RunFolder(folder.path).run_id()
+    of_run.look(folder.path)
+    with pytest.raises(ConfigError, match="was deleted while the run was training, and another run is there"):
+        of_run.put_back()
+    assert folder.stored_id() == other

@@ -2,7 +2,8 @@
 
 `launch` is the entry point. `supervisor` runs one attempt after another: room `rendezvous` tells which hosts take part,
 `rank_process` forks the ranks, `scratch` makes the folder of their heartbeats, `watch` reads these, `diagnosis` finds
-the first cause. The protocol between supervisor and ranks is described in `parallel/attempt.py`.
+the first cause, `deleted` keeps the name of a run whose folder is gone. The protocol between supervisor and ranks is
+described in `parallel/attempt.py`.
 """
 
 from typing import TYPE_CHECKING

@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from drumline.elastic.deleted import FolderOfRun
 from drumline.elastic.diagnosis import (
     Cause,
     End,
@@ -87,6 +88,7 @@ class Supervisor:
         self._asked_s: float | None = None
         self._reached = -1
         self._barren: list[Cause] = []
+        self._run = FolderOfRun()
 
     def run(self) -> int:
         """Run until the end; returns the exit code. RunLostError if the run cannot continue."""
@@ -162,6 +164,7 @@ class Supervisor:
         """An exit code if the run is over, the cause of a crash, or None to restart with other hosts."""
         while True:
             time.sleep(_POLL_S)
+            self._run.look(self._run_dir())
             codes = self._ranks.codes()
             if any(codes.values()) or (0 in codes.values() and any(end.is_early for end in self._ends(codes))):
                 return self._settle()
@@ -275,6 +278,8 @@ class Supervisor:
             lost_error = PeersLostError if cause.kind == "lost peer" else RunLostError
             raise lost_error(cause.line + why, details=details, fix="run the same command again to resume")
         self._restarts += 1
+        if self._run.put_back():
+            _say(self._run.deleted)
         self._tell_run("restart", cause)
         self._write_status("restarting", cause)
         frames = [line.strip() for line in cause.trace.splitlines() if line.lstrip().startswith("File ")]
