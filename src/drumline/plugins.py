@@ -63,7 +63,7 @@ def load_plugin(value: str) -> Callable[..., Any]:
             f"{value}: the module {module_name} {what} {name}",
             fix=f"did you mean {module_name}:{near[0]}?" if near else "use a function or class of that module",
         )
-    _remember(value, getattr(module, "__file__", None))
+    remember(value, getattr(module, "__file__", None))
     return plugin  # type: ignore[no-any-return]
 
 
@@ -77,8 +77,8 @@ def was_used(value: str, file: str | None) -> bool:
         return False
 
 
-def _remember(value: str, file: str | None) -> None:
-    """A run's config may name it from now on (`files.check_code`)."""
+def remember(value: str, file: str | None) -> None:
+    """A run's config may name it from now on (`files.check_code`): a plugin, or a store, which has no file."""
     if was_used(value, file):
         return
     with suppress(OSError):  # a home that cannot be written: the user will be asked
@@ -130,7 +130,7 @@ def plugin_file(value: str) -> Path | None:
         module_name = value.partition(":")[0]
         spec = importlib.util.find_spec(MOVED.get(module_name, module_name))
         if spec and spec.origin:
-            _remember(value, spec.origin)
+            remember(value, spec.origin)
             return Path(spec.origin)
     return None
 

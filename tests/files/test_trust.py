@@ -9,7 +9,7 @@ import pytest
 
 from drumline import plugins
 from drumline.cli.app import run_command
-from drumline.files.trust import _file
+from drumline.files.trust import _file, check_code
 
 Train = Callable[..., int]
 MODULE = """
@@ -152,3 +152,23 @@ def test_what_others_could_have_written_is_not_believed(tmp_path: Path, module: 
     used.rename(tmp_path / "elsewhere")
     used.symlink_to(tmp_path / "elsewhere")
     assert not plugins.was_used(*known)
+
+
+def test_a_run_from_elsewhere_uploads_to_no_store_that_its_user_does_not_know(
+    train: Train, module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--run_dir", "run", "--total_steps", "2") == 0
+    config = tmp_path / "run/config.toml"
+    config.write_text(config.read_text().replace("[run]\n", '[run]\ncheckpoint_store = "s3://strangers/bucket"\n'))
+    words = ("--run_dir", "run", "--total_steps", "3", "--allow_change", "total_steps")
+    capsys.readouterr()
+    assert train(*words) == 1
+    error, fix = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: run would upload its checkpoints to s3://strangers/bucket, a store that you have ")
+    assert fix == "  fix: if that is yours, name it yourself: --checkpoint_store s3://strangers/bucket"
+    settings = {"checkpoint_store": "s3://strangers/bucket"}
+    for more in ({"named": ["s3://strangers/bucket"]}, {"trusts": True}):
+        check_code(settings, tmp_path / "run", **{"trusts": False, **more})
+    plugins.remember("s3://strangers/bucket", None)
+    check_code(settings, tmp_path / "run", trusts=False)
+    assert train("--run_dir", "new", "--resume_from", "run", *words[2:]) == 0  # a run of its own uploads nothing

@@ -10,7 +10,7 @@ from cyclopts.config import Dict
 
 from drumline.config import LENGTHS, flag, read_settings
 from drumline.errors import ConfigError
-from drumline.files import CODE, RunFolder, check_code, run_of, stored_settings
+from drumline.files import CODE, STORE, RunFolder, check_code, run_of, stored_settings
 from drumline.stores import check_writable, is_store
 
 
@@ -44,16 +44,16 @@ def file_layers(words: Sequence[str]) -> list[Dict]:
         stored = run_of(Path(str(resume_from))).config
     if stored is not None and stored.exists():
         settings = stored_settings(RunFolder(stored.parent))
-        _check_code(settings, stored.parent, words, *(given for _, given in files))
         settings.pop("run_dir", None)  # --run_dir, if given, is the same or names a new run
         if is_new:
-            settings.pop("checkpoint_store", None)  # of the other run
+            settings.pop(STORE, None)  # of the other run
+        _check_code(settings, stored.parent, words, *(given for _, given in files))
         files.append((stored, settings))
     elif str(resume_from).endswith(".pt"):
         from drumline.checkpoint import carried
 
         settings = carried(Path(str(resume_from))).get("settings", {})
-        settings.pop("checkpoint_store", None)
+        settings.pop(STORE, None)
         _check_code(settings, Path(str(resume_from)), words, *(given for _, given in files))
         files.append((Path(str(resume_from)), settings))
     # A length given in one layer replaces another length from any lower layer.
@@ -68,7 +68,8 @@ def file_layers(words: Sequence[str]) -> list[Dict]:
 
 def _check_code(settings: dict[str, Any], run: Path, words: Sequence[str], *files: dict[str, Any]) -> None:
     """Of a run: what it names may be known, trusted, or named by the user's own words and files as well."""
-    named = [value for name in CODE for value in (flag(words, name), *(file.get(name) for file in files)) if value]
+    given = [(flag(words, name), *(file.get(name) for file in files)) for name in (*CODE, STORE)]
+    named = [value for values in given for value in values if value]
     check_code(settings, run, trusts=flag(words, "trust") is not None, named=named, can_name=True)
 
 
@@ -78,9 +79,9 @@ def _settings(path: Path, words: Sequence[str]) -> dict[str, Any]:
     if path.name != run.config.name or not _is_run(run):
         return read_settings(path)
     settings = stored_settings(run)
-    _check_code(settings, run.path, words)
     settings.pop("run_dir", None)
-    settings.pop("checkpoint_store", None)
+    settings.pop(STORE, None)
+    _check_code(settings, run.path, words)
     return settings
 
 
@@ -92,12 +93,12 @@ def _in_store(url: str, words: Sequence[str], *files: dict[str, Any]) -> list[tu
     if settings is None:
         return []
     place = Path(url)
+    for name in ("run_dir", STORE):
+        settings.pop(name, None)
     try:
         _check_code(settings, place, words, *files)
     except ConfigError as error:
         raise ConfigError(error.problem.replace(str(place), url), fix=error.fix) from None
-    for name in ("run_dir", "checkpoint_store"):
-        settings.pop(name, None)
     return [(url, settings)]
 
 

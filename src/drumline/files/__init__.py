@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     )
     from drumline.files.stalls import stalled_share
     from drumline.files.streams import forget_stdout, open_closed_streams, stdout_is_unread
-    from drumline.files.trust import CODE, DATA, check_code
+    from drumline.files.trust import CODE, DATA, STORE, check_code
     from drumline.files.verified import LARGE_PART_BYTES, PartHashes, Parts, parts_file, verify, write_part_hashes
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -1,9 +1,10 @@
-"""Which code the config of a run may name: what this user has used before on this machine, or says that it trusts.
+"""Which code and which store the config of a run may name: what this user has used before here, or says it trusts.
 
 A run folder may come from anywhere, and its config names functions (`package.module:name`) that would be imported and
 called. Functions that a user has named on a command line, in a script or in a config file of their own are remembered
 with their file, outside of all run folders (`plugins.was_used`), and a run's config may name those. Others need --trust
 and must be installed: the current folder and those that the run is in are no places to take a stranger's module from.
+A store that a run uploads its checkpoints to is remembered and asked for in the same way.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from drumline.plugins import MOVED, is_plugin, was_used
 DATA = ("train_data_path", "valid_data_path")
 CODE = ("model", "optimizer", "sink", *DATA)
 """Settings that may name a function."""
+STORE = "checkpoint_store"
 
 
 def check_code(
@@ -36,6 +38,12 @@ def check_code(
         is_file = setting in DATA and os.path.exists(str(value))
         if isinstance(value, str) and is_plugin(value) and value not in named and not is_file:
             _check(setting, value, run, trusts=trusts, can_name=can_name)
+    store = settings.get(STORE)
+    if store and not trusts and store not in named and not was_used(str(store), None):
+        raise ConfigError(
+            f"{run} would upload its checkpoints to {store}, a store that you have not used here before",
+            fix=f"if that is yours, name it yourself: --{STORE} {store}",
+        )
 
 
 def _check(setting: str, value: str, run: Path, *, trusts: bool, can_name: bool) -> None:

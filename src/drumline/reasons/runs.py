@@ -12,7 +12,7 @@ from drumline.checkpoint import Checkpoint, checkpoint_paths, open_checkpoint
 from drumline.config import TrainConfig, resolved
 from drumline.data import Data, open_data
 from drumline.errors import CheckpointError, ConfigError
-from drumline.files import RunFolder, check_code, run_of, stored_config
+from drumline.files import STORE, RunFolder, check_code, run_of, stored_config
 from drumline.report import Record, training_records
 
 COMPARED = ("loss", "grad_norm", "fingerprint")
@@ -87,7 +87,7 @@ def open_run(path: Path, *, trusts: bool) -> PureRun:
     if stored is None:
         raise ConfigError(f"{path} is not a run", fix="`drumline runs` lists the runs here")
     settings = {name: value for part in asdict(stored).values() for name, value in part.items()}
-    check_code({**settings, "sink": None}, folder.path, trusts=trusts)
+    check_code({**settings, "sink": None, STORE: None}, folder.path, trusts=trusts)
     config, status = resolved(stored), folder.read_status()
     total_steps = stored.batch.total_steps or status.get("total_steps")
     if not total_steps or status.get("state") == "imported":

@@ -23,6 +23,7 @@ from drumline.checkpoint import Retention, checkpoint_paths, is_part
 from drumline.errors import CheckpointError, ConfigError, DataError, DrumlineError
 from drumline.files import RunFolder, now, stored_config
 from drumline.parallel import own_pulse
+from drumline.plugins import remember
 from drumline.signals import raising
 from drumline.stores.keeping import Judge
 from drumline.stores.of_run import DAMAGED, MANIFEST, RUN, WRITER, RunStore, check_writable, is_run_file, json_of
@@ -317,6 +318,7 @@ class Uploader:
 def uploads_of_run(url: str, loop: Loop) -> Iterator[None]:
     """Inside, each checkpoint that the loop saves is uploaded; the end waits for the last one."""
     check_writable(url)
+    remember(url, None)
     folder, history = loop.setup.folder, loop.history
     goes_back = loop.setup.resume_from != "auto"
     uploader = Uploader(
