@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from drumline.report.records import read_metrics
+from drumline.train.loop import FitResult
 from drumline.trainer.trainer import Trainer
 
 
@@ -29,19 +30,42 @@ class Blocks(nn.Module):
         return self.out(x)
 
 
+class Normed(Blocks):
+    """Its norm counts micro-batches, in a buffer without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
 def fit(run_dir: str, seed: int = 0, **settings: Any) -> str:
     torch.manual_seed(seed)
-    model = Blocks()
+    return str(trained(Blocks(), run_dir, **settings).weights_sha256)
+
+
+def trained(model: nn.Module, run_dir: str, **settings: Any) -> FitResult:
     inputs = torch.linspace(-1.0, 1.0, 61 * 4).view(61, 4)
     data = TensorDataset(inputs, inputs.argmax(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     more = {"valid_dataset": TensorDataset(*data[:21]), "batch_size": 2, "global_batch_size": 10, **settings}
     trainer = Trainer(model, data, optimizer, run_dir=run_dir, device="cpu", bitwise=True, grad_clip=0.5, **more)
-    return str(trainer.fit(total_steps=6, save_every=3, eval_every=3).weights_sha256)
+    return trainer.fit(total_steps=6, save_every=3, eval_every=3)
 
 
 def sharded(rank: int, run_dir: str, settings: dict[str, Any]) -> str:
     return fit(run_dir, rank, **settings)  # ranks that draw other weights get those of rank 0
+
+
+def learned(rank: int, run_dir: str, settings: dict[str, Any]) -> tuple[list[Any], int]:
+    """The trained weights of a model with a norm, and how many micro-batches that norm has counted."""
+    torch.manual_seed(rank)
+    model = Normed()
+    trained(model, run_dir, **settings)
+    whole = [getattr(each, "full_tensor", lambda each=each: each)() for each in model.parameters()]
+    return [each.tolist() for each in whole], int(model.norm.num_batches_tracked or 0)
 
 
 def values(run_dir: str, key: str) -> list[float]:
@@ -66,6 +90,21 @@ def test_a_script_that_shards_its_model_gets_the_bits_of_one_process(
     assert values("sharded", "valid_loss") == pytest.approx(values("alone", "valid_loss"), rel=1e-5)
     # What sharded ranks have saved goes on in one process.
     assert fit("after", resume_from="sharded/checkpoints/step-00000003") == alone
+
+
+def test_a_model_with_batch_norm_is_sharded_and_goes_on_at_another_sharding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    alone, counted = learned(0, "alone", {})
+    assert counted == 6 * 5
+    halves = run_ranks(learned, [(rank, "halves", {"shard": "full"}) for rank in range(2)])
+    assert [each.value and each.value[0] for each in halves] == [alone] * 2, halves[0].err
+    assert halves[0].value[1] == 6 * 3  # of 5 micro-batches, rank 0 has 3
+    more = {"shard": 2, "resume_from": "halves/checkpoints/step-00000003"}
+    groups = run_ranks(learned, [(rank, "groups", more) for rank in range(4)])
+    assert [each.value and each.value[0] for each in groups] == [alone] * 4, groups[0].err
+    assert groups[0].value[1] == 3 * 3 + 3 * 2
 
 
 def mistakes() -> list[str]:

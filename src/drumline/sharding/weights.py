@@ -25,7 +25,7 @@ def rows_of_all(tensors: Sequence[Tensor], values: Sequence[Tensor], device: tor
     whole: list[Tensor] = []
     group = next((each.device_mesh.get_group(SHARD) for each in tensors if isinstance(each, DTensor)), None)
     for tensor, own in zip(tensors, values, strict=True):
-        rows = own.new_zeros(len(tensor), device=device)
+        rows = own.new_zeros(len(tensor) if tensor.dim() else 1, device=device)
         if isinstance(tensor, DTensor):
             place = own_rows(tensor)
             rows[place.start : place.stop] = own.to(device)
