@@ -79,6 +79,23 @@ def test_what_cannot_be_sharded_is_refused_in_two_lines(here: Path, flags: str, 
     assert problem in outcomes[0].err
 
 
+MIXING = """
+import torch
+
+def muon(model, optim):
+    return torch.optim.Muon([each for each in model.parameters() if each.dim() == 2])
+"""
+
+
+def test_an_optimizer_that_mixes_rows_is_refused_in_two_lines(here: Path) -> None:
+    (here / "mixing.py").write_text(MIXING)
+    first, second = train_ranks(2, *FLAGS, "--run_dir", "run", "--shard", "full", "--optimizer", "mixing:muon")
+    assert first.code == second.code == 1 and second.err == ""
+    problem, fix = first.err.splitlines()
+    assert problem.endswith("torch.optim.Muon mixes the rows of a weight, which sharding gives to different ranks")
+    assert "such as torch.optim.AdamW" in fix and "--optimizer muon" in fix
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [("--offload optimizer", "not sharded"), ("--shard full --dtype float16", "float16"), ("--shard 3", "groups of 3")],

@@ -11,7 +11,7 @@ from drumline.data import BatchPlan
 from drumline.errors import ConfigError
 from drumline.parallel import World
 from drumline.sharding.mesh import Shard, check_shard, make_mesh
-from drumline.sharding.step import ShardedBackward
+from drumline.sharding.step import ShardedBackward, check_optimizer
 from drumline.sharding.strategy import Sharded, ShardedBitwise
 from drumline.sharding.wrapping import How, named_units
 from drumline.train import Backward, Objective, Precision, Step
@@ -25,18 +25,19 @@ def script_step(
     world: World,
     *,
     shard: Shard,
-    units: Sequence[str],
+    units: str | Sequence[str],
     precision: Precision,
     bitwise: bool,
     grad_clip: float,
 ) -> Step:
     """The weights are those of rank 0's model. units: names of modules; none: the largest repeated block"""
     world.on_all_ranks(lambda: _check(optimizer, precision, shard, world))
+    named = world.on_all_ranks(lambda: named_units(model, units) if units else None)
     _share(model, world)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     how = How(make_mesh(shard, world), precision.dtype, bitwise=bitwise)
     kind = ShardedBitwise if bitwise else Sharded
-    strategy = kind(model, plan, world, how, units=named_units(model, units) if units else None)
+    strategy = kind(model, plan, world, how, units=named)
     divided = dict(model.named_parameters())
     for group in optimizer.param_groups:  # the optimizer was made for the whole weights
         group["params"] = [divided[names[id(each)]] if id(each) in names else each for each in group["params"]]
@@ -51,6 +52,10 @@ def _check(optimizer: torch.optim.Optimizer, precision: Precision, shard: Shard,
             "a sharded model cannot be trained in float16, whose gradients are scaled",
             fix='use dtype="bfloat16", or shard="none"',
         )
+    check_optimizer(
+        optimizer,
+        fix="use an elementwise optimizer, such as torch.optim.AdamW, or drumline train --optimizer muon",
+    )
     if optimizer.state:
         raise ConfigError(
             "the optimizer has made steps already, with the whole weights that sharding replaces",

@@ -51,6 +51,8 @@ def sharded_step(config: TrainConfig, model: nn.Module, batches: Batches, world:
     strategy = (ShardedBitwise if bitwise else Sharded)(model, batches.plan, world, how)
     backward = Backward(token_objective, precision, batches.plan.sequences * batches.tokens_per_item)
     optimizer = make_optimizer(model, config.optim, exact=bitwise)
+    fix = "use an elementwise one, such as torch.optim.AdamW, or --optimizer muon, which gathers its matrices"
+    world.on_all_ranks(lambda: check_optimizer(optimizer, fix=fix))
     sharded = ShardedBackward(backward, strategy)
     return Step(model, optimizer, strategy, sharded, precision, config.optim.grad_clip or 0.0)
 
@@ -70,6 +72,15 @@ def check_sharding(config: TrainConfig, *, ranks: int, device: torch.device) -> 
             "a sharded model cannot be trained in float16, whose gradients are scaled",
             fix="use --dtype bfloat16, or --shard none",
         )
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, *, fix: str) -> None:
+    """Refuse one of torch's whose update of a number depends on numbers that other ranks have."""
+    for name in ("Muon", "Adafactor"):
+        if isinstance(optimizer, getattr(torch.optim, name, ())):  # older versions of torch lack them
+            raise ConfigError(
+                f"torch.optim.{name} mixes the rows of a weight, which sharding gives to different ranks", fix=fix
+            )
 
 
 def dealt(plan: BatchPlan, *, bitwise: bool) -> BatchPlan:
