@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
+import re
 from contextlib import suppress
 from typing import Literal
 
@@ -30,8 +31,12 @@ def check_shard(shard: Shard, world_size: int) -> int:
     Of `host`, it is what the launcher says; `make_mesh` looks for itself.
     """
     of_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if isinstance(shard, bool) or not re.fullmatch(r"full|host|-?\d+", str(shard)):
+        raise ConfigError(
+            f"shard is {shard!r}", fix="give none, full, host, or a whole number of ranks that share a replica"
+        )
     size = {"full": world_size, "host": of_host}.get(str(shard)) or int(shard)
-    if size < 1 or (size == 1 and world_size > 1) or shard == 1:
+    if size < 1 or (size == 1 and world_size > 1) or str(shard) == "1":
         raise ConfigError(f"groups of {counted(size, 'rank')} share nothing", fix="use --shard full, or --shard none")
     if world_size % size:
         fitting = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]

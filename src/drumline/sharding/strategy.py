@@ -18,7 +18,7 @@ from drumline.parallel import SumTree, World, in_halves, row_squares, waiting_fo
 from drumline.sharding.collectives import Round
 from drumline.sharding.mesh import SHARD
 from drumline.sharding.weights import local, rows_of_all
-from drumline.sharding.wrapping import How, shard
+from drumline.sharding.wrapping import How, gathered_apart, shard
 
 
 class Dealt(BatchPlan):
@@ -42,7 +42,8 @@ class Sharded:
         self, model: nn.Module, plan: BatchPlan, world: World, how: How, *, units: Sequence[nn.Module] | None = None
     ) -> None:
         self._world, self._how, self._now = world, how, Round()
-        self._trees = shard(model, how, self._now, units=units)
+        apart = world.on_all_ranks(lambda: gathered_apart(model, units))
+        self._trees = shard(model, how, self._now, units=apart)
         self.model = model
         self._shares = [plan.share(rank, world.size) for rank in range(world.size)]
         self._rounds = max(map(len, self._shares))

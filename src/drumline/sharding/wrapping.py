@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,22 +32,28 @@ class How:
         return self.mesh.size() // self.mesh[SHARD].size()
 
 
-def shard(model: nn.Module, how: How, now: Round, *, units: Sequence[nn.Module] | None = None) -> list[InTree]:
-    """Spread a model's weights over the mesh, in place; returns the trees of --bitwise.
+def gathered_apart(model: nn.Module, units: Sequence[nn.Module] | None = None) -> list[nn.Module]:
+    """The modules whose weights are gathered one after another; None: the largest repeated block.
 
-    units: the modules whose weights are gathered one after another; None: the largest repeated block
+    Refuses a model that cannot be divided so.
     """
-    tables: list[nn.Module] = []
     if units is None and isinstance(model, GPT):
-        units, tables = [*model.blocks], _called_tables(model)
-    chosen = [*(repeated_blocks(model) if units is None else units), *tables]
+        chosen = [*model.blocks, *_called_tables(model)]
+    else:
+        chosen = [*(repeated_blocks(model) if units is None else units)]
     _refuse_shared(model, chosen)
+    _refuse_mixed(model, chosen)
+    return chosen
+
+
+def shard(model: nn.Module, how: How, now: Round, *, units: Sequence[nn.Module]) -> list[InTree]:
+    """Spread a model's weights over the mesh, in place; returns the trees of --bitwise. units: of `gathered_apart`"""
     offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if how.offloads else OffloadPolicy()
     # With --bitwise, autocast rounds weights as it does without sharding. What is looked up is float32 either way.
     low = torch.bfloat16 if how.dtype == torch.bfloat16 and not how.bitwise else None
     rounded = MixedPrecisionPolicy(low, torch.float32, cast_forward_inputs=False)
     exact = MixedPrecisionPolicy(None, torch.float32, cast_forward_inputs=False)
-    for module in chosen:
+    for module in units:
         policy = exact if isinstance(module, nn.Embedding) else rounded
         fully_shard(module, mesh=how.mesh, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=how.mesh, mp_policy=exact, offload_policy=offload, reshard_after_forward=False)
@@ -55,7 +61,7 @@ def shard(model: nn.Module, how: How, now: Round, *, units: Sequence[nn.Module] 
         own = "cpu" if how.offloads else how.mesh.device_type
         model._apply(lambda tensor: torch.empty_like(tensor, device=own) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
     model.register_forward_hook(_reshard_after_reading)
-    return [tree for part in [*chosen, model] if (tree := _communicate(cast(FSDPModule, part), how, now))]
+    return [tree for part in [*units, model] if (tree := _communicate(cast(FSDPModule, part), how, now))]
 
 
 def _communicate(part: FSDPModule, how: How, now: Round) -> InTree | None:
@@ -107,6 +113,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             isinstance(module, nn.ModuleList | nn.Sequential)
             and len(children) > 1
             and len(set(map(type, children))) == 1
+            and not isinstance(children[0], nn.ModuleList | nn.ModuleDict)  # which are not called
         ):
             size = sum(p.numel() for p in module.parameters())
             if size > most:
@@ -114,32 +121,75 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def named_units(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+def named_units(model: nn.Module, names: str | Iterable[str]) -> list[nn.Module]:
     """The modules of these names; a list of modules stands for each of them."""
-    known, units = dict(model.named_modules()), list[nn.Module]()
-    for name in names:
+    known, units = dict(model.named_modules()), dict[str, nn.Module]()
+    for name in [names] if isinstance(names, str) else names:
         if name not in known or not name:
             some = ", ".join([each for each in known if each][:8])
             raise ConfigError(f"the model has no module {name!r} for shard_units", fix=f"use names like {some}")
-        module = known[name]
-        units += module.children() if isinstance(module, nn.ModuleList | nn.ModuleDict) else [module]
-    return units
+        for place, module in _inside_lists(name, known[name]):
+            for other, unit in units.items():
+                if any(module is each for each in unit.modules()) or any(unit is each for each in module.modules()):
+                    problem = f"shard_units has {place} twice"
+                    if module is not unit:
+                        problem = f"shard_units has both {other} and {place}, one of which is inside of the other"
+                    raise ConfigError(problem, fix="name each module once, without what is inside of it")
+            units[place] = module
+    return [*units.values()]
+
+
+def _inside_lists(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """What is called, by name: lists of modules are not."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        yield name, module
+        return
+    for child, inside in module.named_children():
+        yield from _inside_lists(f"{name}.{child}", inside)
 
 
 def _refuse_shared(model: nn.Module, units: Sequence[nn.Module]) -> None:
     """A weight is gathered once, so two units cannot share one."""
-    inside = {id(p): unit for unit in units for p in unit.parameters()}
-    modules = {id(m) for unit in units for m in unit.modules()}
-    for name, module in model.named_modules():
+    names = {id(p): name for name, p in model.named_parameters()}
+    owners: dict[int, nn.Module] = {}
+    outside = {id(m): m for m in model.modules()}
+    for unit in units:
+        for parameter in unit.parameters():
+            if owners.setdefault(id(parameter), unit) is not unit:
+                raise _shared(names[id(parameter)], unit)
+        for module in unit.modules():
+            outside.pop(id(module), None)
+    for module in outside.values():
         for parameter in module.parameters(recurse=False):
-            unit = inside.get(id(parameter))
-            if unit is not None and (id(module) not in modules or not any(p is parameter for p in unit.parameters())):
+            if id(parameter) in owners:
+                raise _shared(names[id(parameter)], owners[id(parameter)])
+    for name, parameter in model.named_parameters():
+        if not parameter.dim():
+            raise ConfigError(
+                f"the model has a weight without a dimension, {name}, which cannot be divided",
+                fix="give it a shape of (1,), or train without sharding",
+            )
+
+
+def _shared(name: str, unit: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"the weight {name} is used in several places, one of them in a {type(unit).__name__} that is sharded apart",
+        fix="name other modules in shard_units, without those that share weights",
+    )
+
+
+def _refuse_mixed(model: nn.Module, units: Sequence[nn.Module]) -> None:
+    """The gradients of a unit are summed together, in one dtype."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    apart = {id(p) for unit in units for p in unit.parameters()}
+    rest = [p for p in model.parameters() if id(p) not in apart]
+    for together in [*(list(unit.parameters()) for unit in units), rest]:
+        trained = [p for p in together if p.requires_grad]
+        for each in trained:
+            if each.dtype != trained[0].dtype:
+                (name, dtype), (other, usual) = ((names[id(p)], str(p.dtype)) for p in (each, trained[0]))
                 raise ConfigError(
-                    f"a weight of {name or 'the model'} also belongs to a {type(unit).__name__} that is sharded apart",
-                    fix="name other modules in shard_units, without those that share weights",
-                )
-            if not parameter.dim():
-                raise ConfigError(
-                    f"the model has a weight without a dimension, in {name or 'itself'}, which cannot be divided",
-                    fix="give it a shape of (1,), or train without sharding",
+                    f"{name} is {dtype.removeprefix('torch.')}, and {other}, which is gathered together with it, is "
+                    + usual.removeprefix("torch."),
+                    fix="give them one dtype, as model.float() does; Trainer's dtype is what is computed in",
                 )

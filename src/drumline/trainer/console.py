@@ -67,6 +67,16 @@ def introduction(
     )
 
 
+def idle_settings(shard: object, units: str | Sequence[str], *, snapshot_copies: int) -> list[str]:
+    """A note on each setting of sharded models that was given for another."""
+    given = {"shard_units": bool(units), "snapshot_copies": snapshot_copies > 1} if shard == "none" else {}
+    notes = {
+        "shard_units": "no weights are gathered",
+        "snapshot_copies": "each host has all of a snapshot anyway",
+    }
+    return [f"note: {name} does nothing without shard: {notes[name]}" for name, is_given in given.items() if is_given]
+
+
 def _rates(groups: Sequence[Mapping[str, Any]], rates: Rates | None) -> str:
     if rates is not None and rates.by:
         base = rates.by

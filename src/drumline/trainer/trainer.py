@@ -24,7 +24,7 @@ from drumline.parallel import Pulse, World, make_strategy, own_pulse, pick_dtype
 from drumline.report import Record, Records, Sink
 from drumline.train import Backward, FitResult, GuardRules, Intervals, Precision, Setup, Step, StepResult, assembled
 from drumline.trainer.callbacks import Callback, Moments
-from drumline.trainer.console import check_sinks, ending, introduction, open_records, show_metrics
+from drumline.trainer.console import check_sinks, ending, idle_settings, introduction, open_records, show_metrics
 from drumline.trainer.objectives import Loss, check_batch, objective_of, usual_loss
 from drumline.trainer.ranks import compare_ranks, joined
 from drumline.trainer.rates import Rates, ScheduleUnit, scale_factor
@@ -100,7 +100,7 @@ class Trainer:
     """Bitwise identical results on any number of ranks."""
     shard: int | Literal["none", "full", "host"] = "none"
     """Spread weights, gradients and optimizer state over all ranks (full), those of each host, or groups of so many."""
-    shard_units: Sequence[str] = ()
+    shard_units: str | Sequence[str] = ()
     """Names of the modules whose weights are gathered one after another. Default: the largest repeated block."""
     grad_clip: float = 0.0
     """Maximum gradient norm; 0: no clipping."""
@@ -254,6 +254,8 @@ class Trainer:
             records.say(
                 introduction(self.setup, self._source, self._valid, self.loss, rates=self._rates, total_steps=last)
             )
+            for note in idle_settings(self.shard, self.shard_units, snapshot_copies=self.snapshot_copies):
+                records.say(note)
             evaluator = self._evaluator(evaluate, records)
             loop = open_parts.enter_context(assembled(self.setup, intervals, records, evaluate=evaluator))
             self._loop = loop
