@@ -64,3 +64,22 @@ def test_an_unknown_preset_is_a_wrong_command_line(capsys: pytest.CaptureFixture
 )
 def test_booleans_may_have_a_value(given: str, read: str) -> None:
     assert " ".join(normalized(given.split())) == read
+
+
+@pytest.mark.parametrize(
+    "words", [["--shard", "1.5"], ["--shard=2.4"], ["--batch-size", "2.5"], ["--snapshot_every", ".5"]], ids=" ".join
+)
+def test_a_fraction_is_refused_where_it_would_be_rounded(
+    here: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    name, value = "=".join(words).removeprefix("--").replace("-", "_").split("=")
+    assert f"--{name} {value} would be rounded" in said(capsys, "train", "--dry_run", *words)
+    (here / "run.toml").write_text(f"{name} = 0{value}\n" if value[0] == "." else f"{name} = {value}\n")
+    answer = said(capsys, "train", "--dry_run", "--config", "run.toml")
+    assert f"run.toml: {name} " in answer and f"{value} would be rounded" in answer
+
+
+def test_a_whole_number_may_be_written_with_a_point(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("train --dry_run --train_data_path text --batch_size 2.0 --lr 0.5".split()) == 0
+    out = capsys.readouterr().out
+    assert "batch_size = 2\n" in out and "lr = 0.5\n" in out

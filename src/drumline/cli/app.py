@@ -55,17 +55,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run_command(argv: list[str]) -> int:
     """Run one command line and return its exit code."""
-    if any(word.lower() in ("true", "false") or word.startswith("--local") for word in argv):
-        from drumline.cli.usage import normalized
-
-        argv = normalized(argv)
-    if argv in ([], ["--help"], ["-h"]):
-        from drumline.cli.overview import overview
-
-        sys.stdout.write(overview())
-        return 0
-    app = parser("train" if argv[0] == "train" else "")
     try:
+        if any("." in word or word.lower() in ("true", "false") or word.startswith("--local") for word in argv):
+            from drumline.cli.usage import normalized
+
+            argv = normalized(argv)
+        if argv in ([], ["--help"], ["-h"]):
+            from drumline.cli.overview import overview
+
+            sys.stdout.write(overview())
+            return 0
+        app = parser("train" if argv[0] == "train" else "")
+        app.config = []
         if argv[:1] == ["train"] and _names_files(argv):
             from drumline.cli.layers import file_layers
 
@@ -78,8 +79,6 @@ def run_command(argv: list[str]) -> int:
         if (code := exit_code(error, argv)) is None:
             raise
         return code
-    finally:
-        app.config = []
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import get_type_hints
 from cyclopts import CycloptsError, UnknownOptionError, UnusedCliTokensError
 
 from drumline.cli.app import parser
-from drumline.config import TrainConfig
+from drumline.config import TrainConfig, check_whole, flag, whole_numbers
 from drumline.errors import EXIT_INTERRUPTED, EXIT_USAGE, EXIT_USER, DrumlineError, UsageError
 from drumline.files import stdout_is_unread
 from drumline.report import report_error
@@ -43,7 +43,10 @@ _POSITIONAL = {"train": "--train_data_path", "sample": "--prompt", "evaluate": "
 
 
 def normalized(words: Sequence[str]) -> list[str]:
-    """`--compile true` as `--compile=true`, which is how a boolean flag takes its value."""
+    """`--compile true` as `--compile=true`, which is how a boolean flag takes its value.
+
+    Refuses a fraction for a whole number of `drumline train`, which would be rounded.
+    """
     if words[0].startswith(("--local-rank", "--local_rank")):
         words = words[1:]  # torch.distributed.launch puts it first; the environment has it too
     booleans = {
@@ -52,6 +55,8 @@ def normalized(words: Sequence[str]) -> list[str]:
         for field in fields(section)
         if "bool" in str(get_type_hints(section)[field.name])
     }
+    if words[0] == "train":
+        check_whole({name: flag(words, name) for name in whole_numbers()}, said="--")
     joined: list[str] = []
     for word in words:
         before = joined[-1] if joined else ""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         TrainConfig,
         is_mix,
     )
-    from drumline.config.toml_file import differences, from_settings, read_settings
+    from drumline.config.toml_file import check_whole, differences, from_settings, read_settings, whole_numbers
     from drumline.config.toml_text import to_toml
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -6,9 +6,11 @@ A file has one table per section of TrainConfig; a setting may also stand at the
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from drumline.config.facts import names_with
 from drumline.config.ranges import did_you_mean
@@ -53,7 +55,23 @@ def read_settings(path: Path) -> dict[str, Any]:
                     f"{path} sets {name} twice, to {settings[name]} and to {setting}", fix="keep one of them"
                 )
             settings[name] = _as_words(setting) if name == "model_options" else setting
+    check_whole(settings, said=f"{path}: ")
     return settings
+
+
+def whole_numbers() -> set[str]:
+    """The settings that are whole numbers, or one of a few words."""
+    hints = {name: hint for kind in get_type_hints(TrainConfig).values() for name, hint in get_type_hints(kind).items()}
+    return {name for name, hint in hints.items() if int in (kinds := (hint, *get_args(hint))) and float not in kinds}
+
+
+def check_whole(settings: Mapping[str, Any], *, said: str) -> None:
+    """Refuse fractions for whole numbers. said: before the name of a setting, where it was found"""
+    for name in sorted(whole_numbers() & settings.keys()):
+        with suppress(ValueError):  # of what is no number, the parser says more
+            value = str(settings[name])
+            if not float(value).is_integer():
+                raise UsageError(f"{said}{name} {value} would be rounded", fix="give a whole number")
 
 
 def _as_words(options: dict[str, Any] | list[str]) -> list[str]:

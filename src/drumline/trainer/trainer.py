@@ -100,8 +100,8 @@ class Trainer:
     """Bitwise identical results on any number of ranks."""
     shard: int | Literal["none", "full", "host"] = "none"
     """Spread weights, gradients and optimizer state over all ranks (full), those of each host, or groups of so many.
-    Such a model is called on all ranks together: on one alone, it waits for the others. Its state_dict() has the part of
-    one rank; `drumline checkpoint export` writes whole weights."""
+    Such a model is called on all ranks together: on one alone, it waits for the others. Its state_dict() has the part
+    of one rank; `drumline checkpoint export` writes whole weights."""
     shard_units: str | Sequence[str] = ()
     """Names of the modules whose weights are gathered one after another. Default: the largest repeated block."""
     grad_clip: float = 0.0
