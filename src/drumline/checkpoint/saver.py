@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 _RETRY_S = (2.0, 60.0)
 """The first pause before a failed save is retried, and the longest; each is twice the previous one."""
-_SMALL_BYTES, _PATIENCE_S = 64 << 20, 1.0
-"""Training waits for the last save only if it is that small, and no longer."""
+_SMALL_BYTES, _PATIENCE_S, _SHARE = 64 << 20, 1.0, 0.01
+"""Training waits for the last save only if it is that small: in all for so long, beside a share of the time between."""
 _LAST_TRIES = 3
 """How often a run that was asked to stop tries to save before it gives up; a finished one never gives up."""
 
@@ -110,8 +110,9 @@ class Saver:
         """The step that was to be saved while the disk was busy, and when that was."""
         self._job: _Job | None = None
         self._count = self._failures = 0
-        self._told_late = False
-        self._retry_at = 0.0
+        self._told_late, self._retry_at = False, 0.0
+        self._patience_s, self._waited_s = _PATIENCE_S, 0.0
+        """Seconds that training may still wait for saves, and that it has waited since the last one began."""
         self.has_no_folder = False
         """Whether somebody has deleted the run folder, as rank 0 knows: the run should stop."""
         self.saved_step: int | None = None
@@ -122,11 +123,14 @@ class Saver:
     def wants_to_save(self, step: int, *, due: bool) -> bool:
         """Whether to save after this step: it is due, or was while the disk was busy or failed. Rank 0 decides."""
         if due and self._due is None:
-            # A small state is written in no time: better wait than save another step than the one that is due.
-            while self._job and self._job.bytes < _SMALL_BYTES and time.monotonic() - self._job.since < _PATIENCE_S:
-                self.poll()
-                time.sleep(0.002)
-            self._due = step, time.monotonic()
+            due_s = time.monotonic()
+            if self._job and self._job.bytes < _SMALL_BYTES:
+                # It is written in no time: better wait than save another step than the one that is due.
+                limit_s = due_s + self._patience_s + _SHARE * (due_s - self._job.since)
+                self.wait(limit_s)
+                self._waited_s += time.monotonic() - due_s
+                self._patience_s = max(0.0, min(self._patience_s, limit_s - time.monotonic()))
+            self._due = step, due_s
         retries = self._failures > 0 and time.monotonic() >= self._retry_at
         free = self._world.is_rank0 and (self._job is None or self._on_time)
         return free and (self._due is not None or retries)
@@ -144,16 +148,15 @@ class Saver:
         if self._memory:
             self._memory.take(tensors, state, snapshot=in_memory, began_s=began)
         if on_disk:
-            self._start(tensors, state, began)
+            self._start(tensors, state, began - self._waited_s)
 
     def _start(self, tensors: dict[str, Tensor], state: RunState, began: float) -> None:
         own = self._own(tensors)
         copied = self._memory.to_host(own) if self._memory else {n: t.clone() for n, t in own.items()}.copy
         state_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._count += 1
-        name = f".{RunFolder.checkpoint_name(state.step)}.partial-{self._token}-{self._count}"
-        aside = self._folder.checkpoints / name
-        writes, self._due = self._parts is None or self._parts.own is not None, None
+        aside = self._folder.checkpoints / f".{RunFolder.checkpoint_name(state.step)}.partial-{self._token}-{self._count}"
+        writes, self._due, self._waited_s = self._parts is None or self._parts.own is not None, None, 0.0
         future = self._thread.submit(self._write_part, copied, aside, state_bytes) if writes else None
         self._job = _Job(self._count, state, aside, future, round(time.monotonic() - began, 4), state_bytes)
 
@@ -179,9 +182,9 @@ class Saver:
         if others is not None:
             self._conclude(job, [*outcomes, *others])
 
-    def wait(self) -> None:
-        """Wait until nothing is being written."""
-        while self._job is not None:
+    def wait(self, limit_s: float = float("inf")) -> None:
+        """Wait until nothing is being written, but not beyond a time of the monotonic clock."""
+        while self._job is not None and time.monotonic() < limit_s:
             self.poll()
             self._waiting()
             time.sleep(0.002)
@@ -232,15 +235,13 @@ class Saver:
         return write(tensors, aside, part=part, parts=parts, reached=self._reached)
 
     def _conclude(self, job: _Job, outcomes: list[dict[str, Any]]) -> None:
-        if errors := [outcome["error"] for outcome in outcomes if "error" in outcome]:
+        done = [_outcome(job.commit)] if job.commit and job.commit.done() else []
+        if errors := [outcome["error"] for outcome in (*outcomes, *done) if "error" in outcome]:
             self._failed(job, errors[0])
         elif job.commit is None:
             files = {name: facts for outcome in outcomes for name, facts in outcome["files"].items()}
             job.commit = self._thread.submit(self._commit, job, files)
-        elif job.commit.done():
-            if "error" in (outcome := _outcome(job.commit)):
-                self._failed(job, outcome["error"])
-                return
+        elif done:
             self._job, self._failures, self.saved_step = None, 0, job.state.step
             times = self._memory.times if self._memory else {"written_s": round(time.monotonic() - job.since, 4)}
             event = {"event": "saved", "step": job.state.step, "bytes": job.bytes, "stall_s": job.stall_s, **times}
