@@ -151,11 +151,11 @@ class Saver:
             self._start(tensors, state, began - self._waited_s)
 
     def _start(self, tensors: dict[str, Tensor], state: RunState, began: float) -> None:
-        own = self._own(tensors)
+        own, self._count = self._own(tensors), self._count + 1
         copied = self._memory.to_host(own) if self._memory else {n: t.clone() for n, t in own.items()}.copy
         state_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self._count += 1
-        aside = self._folder.checkpoints / f".{RunFolder.checkpoint_name(state.step)}.partial-{self._token}-{self._count}"
+        name = f".{RunFolder.checkpoint_name(state.step)}.partial-{self._token}-{self._count}"
+        aside = self._folder.checkpoints / name
         writes, self._due, self._waited_s = self._parts is None or self._parts.own is not None, None, 0.0
         future = self._thread.submit(self._write_part, copied, aside, state_bytes) if writes else None
         self._job = _Job(self._count, state, aside, future, round(time.monotonic() - began, 4), state_bytes)
