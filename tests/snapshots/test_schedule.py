@@ -68,6 +68,15 @@ def test_one_that_is_late_is_taken_when_the_last_one_is_complete_and_the_interva
     assert schedule.complaint() is None  # once
 
 
+def test_one_that_is_late_says_nothing_while_a_kill_costs_what_is_promised() -> None:
+    clock = Clock()
+    schedule = Schedule(1, now=clock)
+    assert steps(schedule, clock, 20, step_s=1.0, busy_s=0.9) == list(range(1, 21, 2))
+    assert schedule.late > 3 and schedule.complaint() is None  # 3 steps at most: the interval, and 2
+    assert steps(schedule, clock, 20, step_s=1.0, busy_s=1.9, first=21) == list(range(21, 41, 3))
+    assert "may cost 5 steps, more than --snapshot_every 1" in str(schedule.complaint())
+
+
 def test_auto_takes_them_as_often_as_costs_one_percent_of_the_time() -> None:
     clock = Clock()
     assert steps(Schedule(None, now=clock), clock, 30, step_s=0.125) == [1, 10, 19, 28]

@@ -18,6 +18,7 @@ from drumline.files.run_folder import RunFolder
 from drumline.parallel.world import Place, World
 from drumline.snapshots import taking
 from drumline.snapshots.folder import Snapshots
+from drumline.snapshots.schedule import Schedule
 
 CPU = torch.device("cpu")
 Events = list[dict[str, Any]]
@@ -69,6 +70,23 @@ def test_two_slots_are_written_in_turn_and_the_times_of_each_snapshot_are_report
     assert not snapshots.folder.exists()
     take(saver, 6)
     assert [found.step for found in snapshots.complete()] == [6]
+
+
+def test_snapshots_that_are_late_are_told_once_though_ranks_start_again(
+    snapshots: Snapshots, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Schedule, "complaint", lambda self: "warning: late")
+    said = []
+    for _ in range(2):
+        run = RunFolder(tmp_path / "run")
+        saver = saver_of(run, tell=lambda message, event: said.append(message), snapshots=snapshots)
+        take(saver, len(said) + 1)
+        saver.close()
+        for slot in memory_of(saver)._slots:
+            slot.close()  # as when its process dies
+    assert said == ["warning: late", ""]
+    snapshots.clear()
+    assert not snapshots.folder.exists()
 
 
 def test_what_another_attempt_left_is_not_written_over_before_there_is_something_newer(

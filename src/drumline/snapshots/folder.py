@@ -5,6 +5,7 @@
       1-of-2-a, 1-of-2-b      those of the second one
       0-of-1-c                all of a run that could not be saved when it had to stop
       run                     the path of the run folder
+      said-late               a warning that the user has read: ranks that start again do not repeat it
 
 Each rank of a host writes its share of the state, so that the host has all of it. A snapshot is complete when all parts
 have a slot of the same step; only then is the older one written over.
@@ -93,6 +94,16 @@ class Snapshots:
                 if attempt + 1 == _ATTEMPTS:
                     raise
         (self.folder / _OWNER).write_text(str(self._run.absolute()), encoding="utf-8")
+
+    def is_said_first(self, what: str) -> bool:
+        """Whether no process of this run has said that here before."""
+        try:
+            (self.folder / f"said-{what}").open("x").close()
+        except FileExistsError:
+            return False
+        except OSError:  # no room: rather twice than never
+            return True
+        return True
 
     def slots_of(self, part: int, parts: int) -> list[Path]:
         return [self.folder / f"{part}-of-{parts}-{letter}" for letter in "ab"]

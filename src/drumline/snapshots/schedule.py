@@ -59,12 +59,14 @@ class Schedule:
         self._cost_s, self._took_s = cost_s, took_s
 
     def complaint(self) -> str | None:
-        """Once, when snapshots take so long that a killed rank may cost more than the interval: what to set."""
+        """Once, when snapshots take so long that a killed rank may cost more than is promised: what to set."""
         if self._told or self._every is None or self.late < _LATE or self._step_s <= 0:
             return None
-        self._told = True
         steps = self._steps_under_way()
         worst = 2 * steps + 1  # it is decided before a step whether to take one after it
+        if worst <= self._every + _ROUNDING:
+            return None
+        self._told = True
         return (
             f"warning: a snapshot takes {self._took_s:.2g} s ({steps} steps) and begins when the last one is complete: "
             f"a killed rank may cost {worst} steps, more than --snapshot_every {self._every}; use --snapshot_every "

@@ -107,7 +107,8 @@ class Taker:
         cost_s = event["stall_s"] + (event["check_s"] if self._device.type == "cpu" else self._copies.device_s)
         self._schedule.measured(cost_s=cost_s, took_s=event["complete_s"])
         self._off = False
-        self._tell(self._schedule.complaint() or "", event)
+        complaint = self._schedule.complaint()
+        self._tell(complaint if complaint and self._snapshots.is_said_first("late") else "", event)
 
     def wait(self) -> None:
         """Until nothing is under way."""
