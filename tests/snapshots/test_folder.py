@@ -129,6 +129,27 @@ def test_the_memory_of_a_run_that_was_deleted_is_given_back_by_the_next_one(memo
     assert not gone.folder.exists() and newest(living) == (1, [])
 
 
+def test_the_memory_of_a_run_whose_folder_another_run_has_now_is_given_back(memory: Path, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    first = snapshots_of(run.path, run.run_id())
+    put(first, "a", 1).close()
+    other = snapshots_of(tmp_path, "other")
+    other.forget_others()
+    assert newest(first) == (1, [])  # it was killed, and may be resumed
+    run.identity.unlink()
+    other.forget_others()
+    assert newest(first) == (1, [])  # nobody else is there
+    second = snapshots_of(run.path, RunFolder(run.path).run_id())
+    put(second, "a", 2).close()
+    held = put(first, "b", 3)
+    other.forget_others()
+    assert newest(first) == (3, [])  # its process still lives
+    held.close()
+    other.forget_others()
+    assert not first.folder.exists() and newest(second) == (2, [])
+
+
 def test_slots_of_another_number_of_ranks_are_given_back(memory: Path, tmp_path: Path) -> None:
     snapshots = snapshots_of(tmp_path)
     kept = put(snapshots, "a", 1, part=0, parts=3)

@@ -28,7 +28,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from drumline.files import make_private, publish
+from drumline.files import RunFolder, make_private, publish
 from drumline.snapshots.layout import Layout
 from drumline.snapshots.memory import threads_for_copies
 from drumline.snapshots.slots import Content, DamagedError, Header, Slot, empty_slot, is_in_use, read_header, read_slot
@@ -179,13 +179,14 @@ class Snapshots:
         slot.close()
 
     def forget_others(self) -> None:
-        """Free the memory of runs that were killed and then deleted, or not resumed for a week."""
+        """Free the memory of runs that were killed and then deleted or replaced, or not resumed for a week."""
         for folder in self.folder.parent.glob("*"):
             owner = folder / _OWNER
             if folder == self.folder or not owner.exists():
                 continue
             old = time.time() - owner.stat().st_mtime > _FORGOTTEN_S
-            gone = old or not Path(owner.read_text(encoding="utf-8")).exists()
+            run = Path(owner.read_text(encoding="utf-8"))
+            gone = old or not run.exists() or RunFolder(run).stored_id() not in ("", folder.name)
             if gone and not any(is_in_use(path) for path in _slots(folder)):
                 shutil.rmtree(folder, ignore_errors=True)
 
