@@ -24,7 +24,6 @@ from drumline.doctor.machine import (
     check_system,
     check_torch,
     measure_disk,
-    read_limits,
     read_open_files,
     read_synchronised,
 )
@@ -45,33 +44,6 @@ def test_a_container_with_fewer_cores_than_torch_would_start_threads_is_told_the
     assert finding.state == "warning" and finding.fix == "export OMP_NUM_THREADS=2"
     assert "2.5 of 64 cores" in finding.what and "8.0 GiB of memory of the machine's 256" in finding.what
     assert check_system(threads=2, **limits).state == "ok"
-
-
-@pytest.mark.parametrize(
-    ("groups", "files"),
-    [
-        ("0::/pod/box\n", {"pod/cpu.max": "150000 100000", "pod/memory.max": "max", "pod/box/memory.max": "1024"}),
-        ("0::/\n", {"cpu.max": "150000 100000", "memory.max": "1024"}),
-        (
-            "2:cpu:/box\n1:memory:/\n0::/\n",
-            {
-                "cpu/box/cpu.cfs_quota_us": "150000",
-                "cpu/box/cpu.cfs_period_us": "100000",
-                "cpu/cpu.cfs_quota_us": "-1",
-                "memory/memory.limit_in_bytes": "1024",
-            },
-        ),
-    ],
-)
-def test_a_containers_limits_are_found_in_either_kind_of_control_group(
-    tmp_path: Path, groups: str, files: dict[str, str]
-) -> None:
-    (tmp_path / "own").write_text(groups)
-    for name, content in files.items():
-        (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "root" / name).write_text(content + "\n")
-    assert read_limits(tmp_path / "own", tmp_path / "root") == (1.5, 1024)
-    assert read_limits(tmp_path / "absent") == (float("inf"), 1 << 60)
 
 
 def test_a_torch_that_is_too_old_is_told_what_to_install() -> None:

@@ -16,7 +16,7 @@ from drumline.checkpoint.in_memory import own_part
 from drumline.checkpoint.saver import Saver
 from drumline.files.run_folder import RunFolder
 from drumline.parallel.world import Place, World
-from drumline.snapshots import taking
+from drumline.snapshots import folder, taking
 from drumline.snapshots.folder import Snapshots
 from drumline.snapshots.schedule import Schedule
 
@@ -119,14 +119,15 @@ def test_two_launchers_of_a_run_on_one_machine_keep_one_snapshot(
     other.close()
 
 
-@pytest.mark.parametrize("scarce", ["shm", "memory"])
+@pytest.mark.parametrize("scarce", ["shm", "memory", "container"])
 def test_snapshots_are_off_while_there_is_no_room_and_that_is_said_once(
     taker: tuple[Saver, Events], snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch, scarce: str
 ) -> None:
     saver, events = taker
-    free_bytes = {"shm": 1 << 40, "memory": 1 << 40}
+    free_bytes = {"shm": 1 << 40, "memory": 1 << 40, "container": 1 << 40}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free_bytes["shm"]))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=free_bytes["memory"]))
+    monkeypatch.setattr(folder, "room_in_container", lambda: free_bytes["container"])
     monkeypatch.setattr(taking, "_RETRY_S", 0.0)
     free_bytes[scarce] = 100
     for step in (1, 2):

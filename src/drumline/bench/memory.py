@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import psutil
 import torch
@@ -24,6 +23,7 @@ from drumline.bench.workload import Workload
 from drumline.config import TrainConfig
 from drumline.data import BatchPlan
 from drumline.errors import ConfigError
+from drumline.files import room_in_container
 from drumline.parallel import World, pick_dtype
 
 _USABLE = {"cuda": 0.95, "cpu": 0.8}
@@ -86,20 +86,11 @@ def limit_bytes(world: World) -> int:
         free, _ = torch.cuda.mem_get_info(world.device)
         own = torch.cuda.memory_reserved(world.device)
         return int(min(world.gather(_USABLE["cuda"] * (free + own))))
-    free = min([psutil.virtual_memory().available, *_room_in_container()])
+    free = min(psutil.virtual_memory().available, room_in_container())
     host = socket.gethostname()
     ranks_here = world.gather(host).count(host)
     own = psutil.Process().memory_info().rss
     return int(min(world.gather(own + _USABLE["cpu"] * free / ranks_here)))
-
-
-def _room_in_container(folder: Path = Path("/sys/fs/cgroup")) -> list[int]:
-    """Memory left under the container's limit, if it has one."""
-    try:
-        most, used = ((folder / f"memory.{name}").read_text().strip() for name in ("max", "current"))
-    except OSError:
-        return []
-    return [] if most == "max" else [max(0, int(most) - int(used))]
 
 
 def estimated_bytes(config: TrainConfig, world: World, batch_size: int) -> int:

@@ -255,9 +255,9 @@ class Saver:
             self.then(job.state.step)
 
     def _commit(self, job: _Job, files: FileFacts) -> Checkpoint:
-        final = self._folder.checkpoint(job.state.step)
-        later, aside = bool(self._memory), job.aside  # what is large is read back once it is there
-        done = commit(aside, final, job.state, files, about=self._about, later=later, reached=self._reached)
+        # What is large is read back once it is there.
+        final, later = self._folder.checkpoint(job.state.step), bool(self._memory)
+        done = commit(job.aside, final, job.state, files, about=self._about, later=later, reached=self._reached)
         if self._memory:
             self._memory.check(final, files, since=job.since)
         prune(self._folder, self._retention, newest=done, spare=self._token)

@@ -19,7 +19,7 @@ from drumline.doctor import gpus, machine
 from drumline.doctor.environment import BETWEEN_RANKS, Facts, check_variables
 from drumline.doctor.finding import Finding
 from drumline.doctor.load import RANKS_PER_CORE, check_load, read_load, too_many_ranks
-from drumline.files import CHECKPOINT_PREFIX, RunFolder
+from drumline.files import CHECKPOINT_PREFIX, RunFolder, read_limits
 from drumline.network import find_infiniband, find_interfaces, gloo_address
 
 if TYPE_CHECKING:  # imports torch, and the doctor must also report a torch that cannot be imported
@@ -31,7 +31,7 @@ _ENDING = frozenset({"GLOO_SOCKET_IFNAME", "MASTER_PORT", "OMP_NUM_THREADS"})
 
 def all_findings(folder: Path, environ: Mapping[str, str], *, several_hosts: bool = False) -> list[Finding]:
     """All findings about this machine, and about a folder for runs."""
-    limits = machine.read_limits()
+    limits = read_limits()
     cores, interfaces, ports = machine.read_cores(), find_interfaces(), find_infiniband()
     smis, installed = gpus.read_smi(), gpus.installed_gpus()
     compiler = machine.find_compiler(environ.get("CXX"))

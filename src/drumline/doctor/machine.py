@@ -45,7 +45,6 @@ EXAMPLE_CHECKPOINT_BYTES = 1_500_000_000
 """Of GPT-2 124M: weights and both moments of AdamW."""
 _SAMPLE_BYTES = 64 * _MIB
 _LONGEST_WRITE_S = 3.0
-_NO_LIMIT = 1 << 60
 _SMALLEST_MTU = 1280
 _PACKAGES = {
     "apt-get": "apt install",
@@ -94,34 +93,6 @@ def check_system(
 
 def _of(allowed: float, cores: int) -> str:
     return f"{cores} cores" if allowed >= cores else f"{allowed:g} of {cores} cores"
-
-
-def read_limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> tuple[float, int]:
-    """Cores and bytes of memory that this process's cgroups allow."""
-    cores, memory_bytes = float("inf"), _NO_LIMIT
-    try:
-        groups = [line.split(":", 2)[1:] for line in proc.read_text().splitlines()]
-    except OSError:
-        return cores, memory_bytes
-    for controllers, name in groups:
-        base = root / controllers if controllers else root  # the latter is cgroup v2
-        path = base / name.lstrip("/")
-        for folder in (path, *(above for above in path.parents if above.is_relative_to(base))):
-            quota, _, period = _read(folder / "cpu.max").partition(" ")
-            quota, period = quota or _read(folder / "cpu.cfs_quota_us"), period or _read(folder / "cpu.cfs_period_us")
-            if quota.isdigit() and period.isdigit():
-                cores = min(cores, int(quota) / int(period))
-            limit = _read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes")
-            if limit.isdigit():
-                memory_bytes = min(memory_bytes, int(limit))
-    return cores, memory_bytes
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
 
 
 def read_cores() -> int:

@@ -5,6 +5,7 @@ lock that keeps a second process out (undoing: a run that is refused leaves it a
 status.json. runs: which folder a new run takes, its stored config, and its state. stalls: what saves and snapshots cost
 a run. streams: closed standard streams. private: what others may have prepared, and is not used. trust: which code a
 run's config may name. direct: large files past the page cache. verified: files that are compared with their hashes.
+control_groups: what a container allows a run to take.
 """
 
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from drumline.lazy import public
 
 if TYPE_CHECKING:
+    from drumline.files.control_groups import read_limits, room_in_container
     from drumline.files.direct import sha256_on_disk, write_direct
     from drumline.files.disk import LineFile, Lock, file_sha256, flush, replace_text
     from drumline.files.events import publish

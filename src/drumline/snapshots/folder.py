@@ -28,7 +28,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from drumline.files import RunFolder, make_private, publish
+from drumline.files import RunFolder, make_private, publish, room_in_container
 from drumline.snapshots.layout import Layout
 from drumline.snapshots.memory import threads_for_copies
 from drumline.snapshots.slots import Content, DamagedError, Header, Slot, empty_slot, is_in_use, read_header, read_slot
@@ -209,8 +209,8 @@ def slots_bytes(state_bytes: int) -> int:
 
 
 def free_in(memory: Path) -> int:
-    """Bytes that a file system in memory has room for; OSError if there is none."""
-    return int(min(shutil.disk_usage(memory).free, psutil.virtual_memory().available))
+    """Bytes that a file system in memory has room for, within a container's limit; OSError if there is none."""
+    return int(min(shutil.disk_usage(memory).free, psutil.virtual_memory().available, room_in_container()))
 
 
 def _slots(folder: Path) -> Iterator[Path]:
