@@ -20,10 +20,11 @@ from helpers.small import small
 from helpers.warm import run_warm
 
 from drumline.elastic import scratch
+from drumline.elastic.diagnosis import read_end, record_cause
 from drumline.elastic.scratch import Scratch, newest_attempt
 from drumline.elastic.watch import read_pulse
 from drumline.files.run_folder import RunFolder
-from drumline.parallel import SupervisedPulse
+from drumline.parallel import ATTEMPT, SupervisedPulse
 from drumline.report.records import read_metrics
 
 TIMEOUT_S = 120
@@ -82,15 +83,37 @@ def test_what_another_user_has_made_and_links_are_neither_used_nor_removed(
     assert (elsewhere / "lock").exists() and (places[0] / "drumline-1-link").is_symlink()
 
 
+@pytest.mark.needs("disks")
+def test_what_a_rank_fails_with_is_recorded_though_shared_memory_is_full_by_then(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(scratch, "_MEMORY", small_disk)
+    monkeypatch.setattr(scratch, "_RANK_BYTES", 1)
+    own = Scratch()
+    with contextlib.ExitStack() as ending:
+        ending.callback(own.remove)  # or its disk could not be taken away
+        attempt = own.attempt(1, [0, 1])
+        assert attempt.folder.is_relative_to(small_disk)
+        with pytest.raises(OSError, match="No space left"):
+            (small_disk / "filler").write_bytes(bytes(1 << 20))
+        monkeypatch.setenv(ATTEMPT, str(attempt.folder))
+        monkeypatch.setenv("RANK", "1")
+        record_cause(RuntimeError("Connection reset by peer"))
+        assert capsys.readouterr().err == ""
+        end = read_end(attempt, 1, pid=1, code=1)
+        assert end.is_symptom and end.said is not None and end.said["rank"] == 1
+        assert read_end(attempt, 0, pid=1, code=-9).said is None
+
+
 def test_heartbeats_lie_where_there_is_room_and_a_rank_without_room_goes_on_unwatched(
     places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reserve, full = scratch.reserve_record, [places[0]]
 
-    def reserving(path: Path) -> None:
+    def reserving(path: Path, *size: int) -> None:
         if any(path.is_relative_to(each) for each in full):
             raise OSError(28, "No space left on device")
-        reserve(path)
+        reserve(path, *size)
 
     monkeypatch.setattr(scratch, "reserve_record", reserving)
     own = Scratch()

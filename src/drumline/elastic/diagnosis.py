@@ -127,7 +127,7 @@ def record_cause(error: BaseException) -> None:
         "time": time.time(),
     }
     try:
-        attempt.write(attempt.cause(rank), json.dumps(said))
+        attempt.fill(attempt.cause(rank), json.dumps(said))
     except OSError:  # there is no room
         sys.stderr.write(trace)
 

@@ -21,6 +21,8 @@ _MEMORY = Path("/dev/shm")
 _LOCK = "lock"
 _RANK_BYTES, _RANK_FILES = 256 << 10, 6
 """Room for a rank's heartbeat, stacks and exception, and for files that are being written."""
+_CAUSE_BYTES = 32 << 10
+"""Reserved for a rank's exception: shared memory may be full by then."""
 
 
 class Scratch:
@@ -82,11 +84,12 @@ def _places() -> list[Path]:
 
 
 def _make(attempt: Attempt, ranks: Sequence[int]) -> None:
-    """Make its folder and the files of the heartbeats; OSError if there is no room."""
+    """Make its folder and the files of heartbeats and exceptions; OSError if there is no room."""
     attempt.folder.mkdir()
     try:
         for rank in ranks:
             reserve_record(attempt.pulse(rank))
+            reserve_record(attempt.cause(rank), _CAUSE_BYTES)
         free = os.statvfs(attempt.folder)
         few_files = free.f_files and free.f_favail < _RANK_FILES * len(ranks)  # some file systems do not count them
         if few_files or free.f_bavail * free.f_frsize < _RANK_BYTES * len(ranks):

@@ -6,7 +6,7 @@ A supervisor starts the ranks of its host as often as needed. Each attempt has i
     file          written by                  read by the supervisor
     pulse-RANK    the rank, continuously      phase, step, what it waits for, last progress, a tick: which rank hangs
     stack-RANK    the rank, on SIGUSR2        the stacks of all threads, if a rank hangs
-    cause-RANK    .json, a rank that fails    its exception: the reason why the others lost a peer
+    cause-RANK    .json, a rank that fails    its exception: the reason why the others lost a peer; its room is reserved
     to_end        ranks that train            a rank that exits with 0 before phase `ending` counts as failed
     run_dir       rank 0                      where status.json is, to record the cause of a restart
 
@@ -84,3 +84,9 @@ class Attempt:
         aside = path.with_name(f"{path.name}.{os.getpid()}")
         aside.write_text(text, encoding="utf-8")
         aside.replace(path)
+
+    def fill(self, path: Path, text: str) -> None:
+        """Write a file into the room that is reserved for it; whoever reads it waits until the writer has exited."""
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
+            file.write(text)
+            file.truncate()

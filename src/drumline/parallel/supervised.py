@@ -30,16 +30,16 @@ TICK_AT = PROGRESS.size + CHECKSUM.size
 _TICK_EVERY_S = 0.1
 
 
-def reserve_record(path: Path) -> None:
-    """Make the file of a heartbeat with room for it; OSError if there is none.
+def reserve_record(path: Path, size: int = TICK_AT + TICK.size) -> None:
+    """Make a file with room for a heartbeat, or for so many bytes; OSError if there is none.
 
     A file that is only long enough gets its room when it is written: in a full /dev/shm, that kills with SIGBUS.
     """
     with path.open("a+b") as file:
         if sys.platform == "linux":
-            os.posix_fallocate(file.fileno(), 0, TICK_AT + TICK.size)
+            os.posix_fallocate(file.fileno(), 0, size)
         else:
-            file.truncate(TICK_AT + TICK.size)
+            file.truncate(size)
 
 
 class SupervisedPulse(Pulse):
