@@ -35,7 +35,7 @@ KEPT, GIVEN_BACK = 32 << 20, 16 << 20
 
 def bare_loop(model: GPT, batches: Batches, world: World) -> Step:
     """What one would write by hand: a unit for each block and one for the rest, clipping, AdamW, the loss read."""
-    mesh = make_mesh("full", world)
+    mesh = make_mesh(world.size, world)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -56,7 +56,7 @@ def bare_loop(model: GPT, batches: Batches, world: World) -> Step:
 def drumline_loop(model: GPT, batches: Batches, world: World, *, bitwise: bool) -> Step:
     precision = Precision.of(world.device, torch.float32)
     plan = dealt(BatchPlan(batches[0][0].size(0), world.size * len(batches)), bitwise=bitwise)
-    how = How(make_mesh("full", world), bitwise=bitwise)
+    how = How(make_mesh(world.size, world), bitwise=bitwise)
     strategy = (ShardedBitwise if bitwise else Sharded)(model, plan, world, how)
     backward = Backward(token_objective, precision, plan.sequences * batches[0][0].size(1))
     optimizer = make_optimizer(model, OPTIM)

@@ -25,7 +25,7 @@ from drumline.checkpoint.state import tensors_of
 from drumline.errors import CheckpointError, ConfigError
 from drumline.files.run_folder import RunFolder
 from drumline.parallel.world import World, join
-from drumline.sharding.mesh import make_mesh
+from drumline.sharding.mesh import make_mesh, size_of_groups
 from drumline.snapshots.slots import empty_slot, read_header
 
 
@@ -202,10 +202,12 @@ def test_shards_in_memory_that_are_torn_or_flipped_are_not_used(tmp_path: Path, 
     assert ("is damaged: its data do not match" in said[0]) == (harm == "flipped")
 
 
-def groups_of_hosts(sharding: tuple[int, int], memories: list[Path], run: Path) -> list[Any]:
+def groups_of_hosts(sharding: tuple[int, int], memories: list[Path], run: Path, elastic: bool) -> list[Any]:
     world, _, _ = hosted(sharding, memories, run)
+    said: list[str] = []
     try:
-        return make_mesh("host", world).mesh.tolist()
+        mesh = make_mesh(size_of_groups("host", world, elastic=elastic, say=said.append), world)
+        return [*mesh.mesh.tolist(), *said]
     except ConfigError as error:
         return [error.problem]
 
@@ -224,7 +226,25 @@ def groups_of_hosts(sharding: tuple[int, int], memories: list[Path], run: Path) 
 )
 def test_the_ranks_of_a_host_are_a_group(tmp_path: Path, hosts: list[Path], places: list[int], groups: Any) -> None:
     memories = [hosts[place] for place in places]
-    for outcome in on_ranks(groups_of_hosts, (1, len(places)), memories, tmp_path / "run"):
+    for outcome in on_ranks(groups_of_hosts, (1, len(places)), memories, tmp_path / "run", False):
+        assert outcome.value == groups
+
+
+@pytest.mark.parametrize(
+    ("places", "groups"),
+    [
+        ([0, 0, 1, 1], [[0, 1], [2, 3]]),
+        (
+            [0, 0, 1],
+            [0, 1, 2, "shard  3 ranks cannot be divided as --shard host asks: sharded over all of them for now"],
+        ),
+    ],
+)
+def test_where_hosts_come_and_go_those_with_other_numbers_of_ranks_share_one_replica(
+    tmp_path: Path, hosts: list[Path], places: list[int], groups: Any
+) -> None:
+    memories = [hosts[place] for place in places]
+    for outcome in on_ranks(groups_of_hosts, (1, len(places)), memories, tmp_path / "run", True):
         assert outcome.value == groups
 
 

@@ -14,6 +14,8 @@ from helpers.elastic_hosts import TIMEOUT_S, goes_on, kill, link, ranks, rendezv
 from helpers.hosts import Host, Started, two_hosts
 from helpers.small import small
 
+from drumline.cli.app import run_command
+from drumline.files.run_folder import RunFolder
 from drumline.rendezvous import joining
 from drumline.report.records import read_metrics
 
@@ -135,6 +137,22 @@ def test_a_host_that_dies_with_its_shards_costs_no_more_than_a_rank_if_another_h
     resumed = int(one.said.split("resuming from the memory of this host (step ")[1].split(")")[0].replace(",", ""))
     assert resumed > 0 and reached - resumed <= 5 + 2
     goes_on(run, one)
+
+
+def test_groups_that_the_remaining_ranks_cannot_form_do_not_end_a_sharded_run(
+    hosts: tuple[Host, Host], train: Callable[..., Started], tmp_path: Path, text: Path
+) -> None:
+    run, own = tmp_path / "run", ("--bitwise", "--n_layers", "2")
+    both = [train(host, *ENDPOINT, *own, "--nproc", "2", "--shard", "4", steps=150) for host in hosts]
+    wait(lambda: step(run) > 20, "20 steps of four ranks", *both)
+    kill(hosts[1])
+    assert both[0].ended(within_s=TIMEOUT_S) == 0, both[0].said
+    assert " x 4 ranks " in both[0].said and " x 2 ranks " in both[0].said
+    assert both[0].said.count("2 ranks cannot be divided as --shard 4 asks: sharded over all of them for now") == 1
+    alone = small("--train_data_path", str(text), "--global_batch_size", "16", "--total_steps", "150", *own)
+    assert run_command(["train", *alone, "--run_dir", str(tmp_path / "alone")]) == 0
+    weights = [RunFolder(tmp_path / name).read_status()["weights_sha256"] for name in ("run", "alone")]
+    assert weights[0] == weights[1]
 
 
 def test_a_host_whose_link_falls_silent_ends_its_ranks_and_comes_back_when_it_can(

@@ -49,7 +49,7 @@ def describe(config: TrainConfig, *, nproc: int) -> tuple[str, str]:
         config = replace(config, ranks=replace(config.ranks, shard=nproc if nproc > 1 else "full"))
     device = pick_device(config.run.device)
     dtype = pick_dtype(config.run.dtype, device)
-    check_sharding(config, ranks=ranks, device=device)
+    check_sharding(config, ranks=ranks, device=device, elastic=config.ranks.hosts[0] < config.ranks.hosts[1])
     plan = plan_batches(config.batch, default_batch_size=preset(config.model.preset).batch_size, world_size=ranks)
     rounds = len(plan.share(0, ranks))  # raises if there are more ranks than micro-batches
     model = config.model
@@ -93,7 +93,7 @@ def _copies(config: TrainConfig, memory: Memory, device: torch.device, *, ranks:
         ranks_per_host=own,
         hosts=max(1, ranks // own),
         snapshots=snapshots,
-        sharing=1 if shard == "none" else check_shard(shard, ranks),
+        sharing=1 if shard == "none" else check_shard(shard, ranks, elastic=True),
         copies=config.run.snapshot_copies,
     )
     lines = []

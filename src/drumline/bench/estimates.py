@@ -64,7 +64,7 @@ def estimate(
     )
     gradients, kept, shared = 4 * state.parameters, state.checkpoint_bytes, ways.shard != "none"
     if shared:
-        sharing = check_shard(ways.shard, ranks)
+        sharing = check_shard(ways.shard, ranks, elastic=True)  # others are refused elsewhere
         on_device = config.run.offload != "optimizer"
         gradients, kept = on_device * -(-gradients // sharing), on_device * -(-kept // sharing)
         kept += _gathered_bytes(config, state.parameters, vocab_size=vocab_size, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NoReturn
 
 import psutil
@@ -14,6 +15,7 @@ from drumline.data import plan_batches
 from drumline.errors import ConfigError
 from drumline.parallel import World, pick_dtype
 from drumline.report import to_stderr
+from drumline.sharding import check_sharding, may_lose_hosts, size_of_groups
 
 _TOO_MUCH = 1.3
 """Estimates are not exact: what needs a little more than is free may still fit."""
@@ -27,6 +29,11 @@ def check_memory(config: TrainConfig, world: World) -> None:
         return
     batch_size, sequences = config.batch.batch_size, config.batch.global_batch_size
     assert batch_size and sequences
+    if config.ranks.shard != "none":
+        elastic = may_lose_hosts(world, hosts=config.ranks.hosts)
+        world.on_all_ranks(lambda: check_sharding(config, ranks=world.size, device=world.device, elastic=elastic))
+        size = size_of_groups(config.ranks.shard, world, elastic=elastic)
+        config = replace(config, ranks=replace(config.ranks, shard=size if size < world.size else "full"))
     needed = _needed(config, world, batch_size)
     if needed <= free:
         return

@@ -12,7 +12,7 @@ from drumline.lazy import public
 
 if TYPE_CHECKING:
     from drumline.sharding.making import undrawn
-    from drumline.sharding.mesh import check_shard, make_mesh
+    from drumline.sharding.mesh import check_shard, may_lose_hosts, size_of_groups
     from drumline.sharding.of_scripts import script_step
     from drumline.sharding.step import check_sharding, dealt, kernels_in_use, sharded_step
     from drumline.sharding.weights import sums_of_all

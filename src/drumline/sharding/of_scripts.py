@@ -10,7 +10,8 @@ from torch import nn
 from drumline.data import BatchPlan
 from drumline.errors import ConfigError
 from drumline.parallel import World
-from drumline.sharding.mesh import Shard, check_shard, make_mesh
+from drumline.report import to_stderr
+from drumline.sharding.mesh import Shard, check_shard, make_mesh, may_lose_hosts, size_of_groups
 from drumline.sharding.step import ShardedBackward, check_optimizer
 from drumline.sharding.strategy import Sharded, ShardedBitwise
 from drumline.sharding.wrapping import How, named_units
@@ -31,11 +32,15 @@ def script_step(
     grad_clip: float,
 ) -> Step:
     """The weights are those of rank 0's model. units: names of modules; none: the largest repeated block"""
-    world.on_all_ranks(lambda: _check(optimizer, precision, shard, world))
+    elastic, lines = may_lose_hosts(world), list[str]()
+    world.on_all_ranks(lambda: _check(optimizer, precision, shard, world, elastic=elastic))
     named = world.on_all_ranks(lambda: named_units(model, units) if units else None)
+    size = size_of_groups(shard, world, elastic=elastic, say=lines.append)
+    if lines and world.is_rank0:
+        to_stderr(lines[0])
     _share(model, world)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    how = How(make_mesh(shard, world), precision.dtype, bitwise=bitwise)
+    how = How(make_mesh(size, world), precision.dtype, bitwise=bitwise)
     kind = ShardedBitwise if bitwise else Sharded
     strategy = kind(model, plan, world, how, units=named)
     divided = dict(model.named_parameters())
@@ -45,8 +50,10 @@ def script_step(
     return Step(model, optimizer, strategy, backward, precision, grad_clip)
 
 
-def _check(optimizer: torch.optim.Optimizer, precision: Precision, shard: Shard, world: World) -> None:
-    check_shard(shard, world.size)
+def _check(
+    optimizer: torch.optim.Optimizer, precision: Precision, shard: Shard, world: World, *, elastic: bool
+) -> None:
+    check_shard(shard, world.size, elastic=elastic)
     if precision.dtype == torch.float16:
         raise ConfigError(
             "a sharded model cannot be trained in float16, whose gradients are scaled",

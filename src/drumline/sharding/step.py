@@ -14,7 +14,7 @@ from drumline.errors import ConfigError
 from drumline.model import GPT, token_objective
 from drumline.optim import make_optimizer
 from drumline.parallel import World, allow_tf32, pick_dtype
-from drumline.sharding.mesh import check_shard, make_mesh
+from drumline.sharding.mesh import check_shard, make_mesh, may_lose_hosts, size_of_groups
 from drumline.sharding.strategy import Dealt, Sharded, ShardedBitwise
 from drumline.sharding.wrapping import How
 from drumline.train import Backward, Precision, Step
@@ -40,15 +40,18 @@ class ShardedBackward(Backward):
 
 def sharded_step(config: TrainConfig, model: nn.Module, batches: Batches, world: World) -> Step:
     """The step of a run with --shard. model: on the CPU, from where each part goes to its rank"""
-    world.on_all_ranks(lambda: check_sharding(config, ranks=world.size, device=world.device))
+    elastic, lines = may_lose_hosts(world, hosts=config.ranks.hosts), list[str]()
+    world.on_all_ranks(lambda: check_sharding(config, ranks=world.size, device=world.device, elastic=elastic))
+    size = size_of_groups(config.ranks.shard, world, elastic=elastic, say=lines.append)
     allow_tf32()
     precision = Precision.of(world.device, pick_dtype(config.run.dtype, world.device))
     if config.run.compile:
         model.compile()
-    bitwise, ranks = config.ranks.bitwise, config.ranks
-    how = How(make_mesh(ranks.shard, world), precision.dtype, config.run.offload == "optimizer", bitwise)
+    bitwise = config.ranks.bitwise
+    how = How(make_mesh(size, world), precision.dtype, config.run.offload == "optimizer", bitwise)
     batches.plan = dealt(batches.plan, bitwise=bitwise)
     strategy = (ShardedBitwise if bitwise else Sharded)(model, batches.plan, world, how)
+    strategy.notes = lines
     backward = Backward(token_objective, precision, batches.plan.sequences * batches.tokens_per_item)
     optimizer = make_optimizer(model, config.optim, exact=bitwise)
     fix = "use an elementwise one, such as torch.optim.AdamW, or --optimizer muon, which gathers its matrices"
@@ -57,8 +60,8 @@ def sharded_step(config: TrainConfig, model: nn.Module, batches: Batches, world:
     return Step(model, optimizer, strategy, sharded, precision, config.optim.grad_clip or 0.0)
 
 
-def check_sharding(config: TrainConfig, *, ranks: int, device: torch.device) -> None:
-    """Refuse what does not work with parts of weights."""
+def check_sharding(config: TrainConfig, *, ranks: int, device: torch.device, elastic: bool) -> None:
+    """Refuse what does not work with parts of weights. elastic: see `check_shard`"""
     if config.ranks.shard == "none":
         if config.run.offload == "none":
             return
@@ -66,7 +69,7 @@ def check_sharding(config: TrainConfig, *, ranks: int, device: torch.device) -> 
             f"--offload {config.run.offload} moves the parts of a sharded run, and this one is not sharded",
             fix="add --shard full, also for a single GPU",
         )
-    check_shard(config.ranks.shard, ranks)
+    check_shard(config.ranks.shard, ranks, elastic=elastic)
     if pick_dtype(config.run.dtype, device) == torch.float16:
         raise ConfigError(
             "a sharded model cannot be trained in float16, whose gradients are scaled",
@@ -98,4 +101,5 @@ def kernels_in_use(config: TrainConfig, step: Step) -> str:
         used = [name for name, is_used in {**parts, "optimizer": own}.items() if is_used]
     kernels = f"Triton kernels for {' and '.join(used)}" if used else "no Triton kernels"
     loss = "loss without whole logits; " if isinstance(model, GPT) else ""
-    return f"shard  {config.ranks.shard}: {loss}{kernels}; no kernels for whole models, no CUDA graphs"
+    asked = f"shard  {config.ranks.shard}: {loss}{kernels}; no kernels for whole models, no CUDA graphs"
+    return "\n".join([*getattr(step.strategy, "notes", []), asked])

@@ -50,6 +50,8 @@ class Sharded:
         self._losses: list[Tensor] = []
         self.in_vain: Callable[[], Any] = lambda: None
         """Forward and backward of this rank's last micro-batch once more."""
+        self.notes: list[str] = []
+        """What the start of the run says of how it is sharded."""
 
     @property
     def now(self) -> Round:
