@@ -1,6 +1,7 @@
 """Estimates of memory: what backward is really given, and what was measured on a GPU."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from drumline.bench.estimates import Memory, estimate
+from drumline.cli.app import run_command
 from drumline.config import ModelSettings, OptimConfig, RanksConfig, RunConfig, TrainConfig, resolved
 from drumline.model import build_model
 
@@ -149,3 +151,35 @@ def test_a_sharded_rank_needs_its_part_of_the_state_and_less_with_offloading() -
     assert 0 < gathered < 0.25 * whole
     assert full == pytest.approx(whole / 8 + gathered, rel=1e-6)
     assert state_bytes("full", "optimizer") == pytest.approx(gathered, rel=1e-6)
+
+
+def offloaded(device: str, ranks: int = 1, offload: Any = "optimizer") -> Memory:
+    config = config_of("llama-8b", ranks=RanksConfig(shard="full"), run=RunConfig(offload=offload))
+    where, dtype = torch.device(device), torch.bfloat16
+    return estimate(config, tokens=2048, vocab_size=128256, device=where, dtype=dtype, ranks=ranks, kernels=False)
+
+
+def test_what_is_offloaded_is_in_the_memory_of_the_host_which_on_a_cpu_is_the_same() -> None:
+    assert offloaded("cpu") == offloaded("cpu", offload="none")
+    assert round(offloaded("cuda").host_bytes / 1e9) == 128
+    assert offloaded("cuda").host_bytes == 16 * offloaded("cuda").parameters == 8 * offloaded("cuda", 8).host_bytes
+    assert offloaded("cuda", offload="none").host_bytes == 0
+
+
+def test_a_dry_run_says_what_offloading_takes_of_a_host(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lines(*more: str) -> list[str]:
+        words = "--train_data_path text --dtype bfloat16 --preset llama-8b --vocab_size 128256 --total_steps 1"
+        assert run_command(["train", "--dry_run", *words.split(), "--nproc", "4", *more]) == 0
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("host memory")]
+
+    monkeypatch.setattr("drumline.bench.dry_run.pick_device", lambda wanted: torch.device("cuda"))
+    monkeypatch.setattr("drumline.bench.estimates.has_kernels", lambda device: False)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (80 * GB, 80 * GB))
+    monkeypatch.setattr("drumline.bench.dry_run.free_on_host", lambda world: (200 * GB, 1))
+    assert lines("--shard", "full") == []
+    said = "host memory      about 128.48 GB for weights, gradients and optimizer of 4 ranks on each host, "
+    assert lines("--shard", "full", "--offload", "optimizer") == [said + "where 200.00 GB are free"]
+    (two,) = lines("--shard", "full", "--offload", "optimizer", "--nnodes", "2", "--rdzv_endpoint", "h:1")
+    assert two.startswith("host memory      about 64.24 GB")

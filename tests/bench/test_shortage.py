@@ -5,19 +5,20 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from helpers.small import small
 from helpers.warm import run_warm
 
-from drumline.bench.shortage import check_memory
+from drumline.bench.shortage import check_memory, explain_memory
 from drumline.cli.app import run_command
-from drumline.config import ModelSettings, RanksConfig, TrainConfig, resolved
+from drumline.config import BatchConfig, ModelSettings, RanksConfig, RunConfig, TrainConfig, resolved
 from drumline.errors import DrumlineError
 from drumline.parallel import Place, World
 from drumline.train.step import Backward
+from drumline.units import counted
 
 Train = Callable[..., int]
 LIMITED = """
@@ -111,3 +112,110 @@ def test_a_sharded_run_is_judged_by_the_part_that_a_rank_has(monkeypatch: pytest
     check("full")
     with pytest.raises(DrumlineError, match="a step needs about"):
         check("none")
+
+
+GB = 10**9
+
+
+@pytest.fixture
+def on_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Check llama-8b on so many GPUs with so much free memory, on hosts of up to eight."""
+    monkeypatch.setattr("drumline.bench.estimates.has_kernels", lambda device: False)
+
+    def check(
+        ranks: int, gb: int, *, host_gb: int = 1000, batch_size: int = 1, run: Any = None, shard: Any = "full"
+    ) -> None:
+        monkeypatch.setattr("drumline.bench.shortage.limit_bytes", lambda world: gb * GB)
+        monkeypatch.setattr("drumline.bench.shortage.free_on_host", lambda world: (host_gb * GB, min(ranks, 8)))
+        settings = RunConfig(dtype="bfloat16", **(run or {}))
+        config = resolved(
+            TrainConfig(model=ModelSettings(preset="llama-8b"), ranks=RanksConfig(shard=shard), run=settings)
+        )
+        batch = replace(config.batch, batch_size=batch_size, global_batch_size=batch_size * ranks)
+        config = replace(config, data=replace(config.data, vocab_size=128256), batch=batch)
+        check_memory(config, World(Place(size=ranks), torch.device("cuda")))
+
+    return check
+
+
+OFFLOAD: dict[str, Any] = {"activation_checkpointing": "block", "offload": "optimizer"}
+
+
+def test_offloading_more_than_the_host_has_free_is_refused(
+    on_gpus: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_gpus(1, 24, host_gb=140, run=OFFLOAD)
+    assert not capsys.readouterr().err
+    for ranks, gb, shard, fix in (
+        (8, 20, "full", "use more hosts with --shard full, or choose a smaller model"),
+        (8, 79, "full", "drop --offload: without it, the run fits on the GPU"),
+        (16, 20, 8, "use --shard full, with which each rank keeps less"),
+    ):
+        with pytest.raises(DrumlineError, match=r"keeps about .* in the memory of a host, where .* are free") as error:
+            on_gpus(ranks, gb, host_gb=80, run=OFFLOAD, shard=shard)
+        assert error.value.fix.startswith(fix)
+    on_gpus(8, 20, host_gb=110, run=OFFLOAD)
+    problem, fix = capsys.readouterr().err.splitlines()
+    assert problem.startswith("warning: --offload optimizer keeps about 1") and fix.startswith("  fix: use more hosts")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gb", "more", "fix"),
+    [
+        (8, 60, {"shard": "none"}, "add --shard full"),
+        (8, 27, {}, "add --activation_checkpointing block"),
+        (8, 27, {"shard": 2}, "add --shard full --activation_checkpointing block"),
+        (1, 30, {"shard": "none"}, "add --shard full --offload optimizer"),
+        (1, 15, {"shard": "none"}, "add --activation_checkpointing block --shard full --offload optimizer"),
+        (1, 30, {"shard": "none", "host_gb": 100}, "start it on several GPUs with --shard full"),
+        (8, 5, {"run": OFFLOAD}, "choose a smaller model"),
+        (8, 5, {}, "add --activation_checkpointing block --offload optimizer, and choose a smaller model"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused_with_the_flags_that_make_room(
+    on_gpus: Callable[..., None], gpus: int, gb: int, more: dict[str, Any], fix: str
+) -> None:
+    with pytest.raises(DrumlineError, match=r"GB for 1 sequence of 2,048 tokens at once") as error:
+        on_gpus(gpus, gb, **more)
+    assert error.value.fix.startswith(fix), error.value.fix
+
+
+def test_flags_and_a_smaller_batch_are_named_together_where_only_both_make_room(on_gpus: Callable[..., None]) -> None:
+    with pytest.raises(DrumlineError) as error:
+        on_gpus(8, 32, batch_size=16)
+    assert error.value.fix.startswith("add --activation_checkpointing block; --batch_size 1 --global_batch_size 128 ")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "batch_size", "fix"),
+    [
+        (1, "cpu", 1, "add --activation_checkpointing block, or choose a smaller model"),
+        (2, "cpu", 1, "add --shard full --activation_checkpointing block, or choose a smaller model"),
+        (2, "cpu", 2, "--batch_size 1 --global_batch_size 4 computes the same step in smaller parts; "),
+        (4, "cuda", 1, "add --shard full --activation_checkpointing block --offload optimizer, or choose a smaller"),
+    ],
+)
+def test_who_runs_out_of_memory_is_told_with_the_flags_that_help(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, device: str, batch_size: int, fix: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a GPU")
+    batch = BatchConfig(batch_size=batch_size, global_batch_size=batch_size * ranks)
+    config = TrainConfig(model=ModelSettings(preset="tiny"), batch=batch, run=RunConfig(dtype="bfloat16"))
+    with pytest.raises(DrumlineError, match=f"with {counted(batch_size, 'sequence')} of ") as error:
+        explain_memory(torch.OutOfMemoryError("20 GiB"), config, World(Place(size=ranks), torch.device(device)))
+    assert error.value.fix.startswith(fix), error.value.fix
+    if batch_size > 1:
+        assert error.value.fix.endswith("; --shard full --activation_checkpointing block takes less memory too")
+
+
+def test_flags_in_use_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(
+        model=ModelSettings(preset="tiny"),
+        batch=BatchConfig(batch_size=1, global_batch_size=2),
+        ranks=RanksConfig(shard="full"),
+        run=RunConfig(dtype="bfloat16", activation_checkpointing="block", offload="optimizer"),
+    )
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a GPU")
+    with pytest.raises(DrumlineError) as error:
+        explain_memory(torch.OutOfMemoryError("20 GiB"), config, World(Place(size=2), torch.device("cuda")))
+    assert error.value.fix.startswith("choose a smaller model")

@@ -3,7 +3,7 @@
 bench: runs the benchmark (config: its settings; workload: a run's steps, timed by part; ceilings: hardware limits;
 memory: memory of a step, and the largest batch size that fits). report, plots: show the results. dry_run: prints the
 resolved config and estimates (estimates: of memory; copies: those of saves and snapshots), without training. shortage:
-a run that needs more memory than there is.
+a run that needs more memory than there is (lighter: settings with which it needs less).
 """
 
 from typing import TYPE_CHECKING

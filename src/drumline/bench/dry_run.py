@@ -12,6 +12,7 @@ import torch
 
 from drumline.bench.copies import State, in_shared_memory, on_gpu
 from drumline.bench.estimates import Memory, estimate
+from drumline.bench.memory import free_on_host
 from drumline.config import TrainConfig, is_mix, preset, to_toml, with_preset
 from drumline.data import (
     BatchPlan,
@@ -26,7 +27,7 @@ from drumline.data import (
 from drumline.files import choose_folder
 from drumline.huggingface import export_note
 from drumline.mixes import open_mix
-from drumline.parallel import own_place, pick_device, pick_dtype
+from drumline.parallel import Place, World, own_place, pick_device, pick_dtype
 from drumline.sharding import check_shard, check_sharding
 from drumline.snapshots import free_in
 from drumline.stores import in_stores, mirrored
@@ -72,6 +73,7 @@ def describe(config: TrainConfig, *, nproc: int) -> tuple[str, str]:
             f"memory           about {memory.peak_bytes / 1e9:.2f} GB on {device.type} "
             f"({memory.state_bytes / 1e9:.2f} weights and optimizer, {memory.step_bytes / 1e9:.2f} gradients and "
             "activations)",
+            *_offloaded(memory, nproc=nproc),
             *_copies(config, memory, device, ranks=ranks, nproc=nproc),
             f"tokens per step  {counted(plan.micro_batch_size, 'sequence')} x "
             f"{counted(plan.micro_batches, 'micro-batch')} x {total}{on_ranks}",
@@ -82,9 +84,25 @@ def describe(config: TrainConfig, *, nproc: int) -> tuple[str, str]:
     )
 
 
+def _offloaded(memory: Memory, *, nproc: int) -> list[str]:
+    """What the ranks of a host keep in its memory."""
+    own = _ranks_here(nproc)
+    if not memory.host_bytes:
+        return []
+    free, _ = free_on_host(World(Place(), torch.device("cpu")))
+    return [
+        f"host memory      about {own * memory.host_bytes / 1e9:.2f} GB for weights, gradients and optimizer of "
+        f"{counted(own, 'rank')} on each host, where {free / 1e9:.2f} GB are free"
+    ]
+
+
+def _ranks_here(nproc: int) -> int:
+    return nproc or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def _copies(config: TrainConfig, memory: Memory, device: torch.device, *, ranks: int, nproc: int) -> list[str]:
     """What saves and snapshots take beside that."""
-    own = nproc or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    own = _ranks_here(nproc)
     every = config.run.snapshot_every
     snapshots = nproc > 0 if every == "auto" else every > 0
     shard = config.ranks.shard

@@ -36,6 +36,8 @@ class Memory:
     """Gradients and activations: the most that exists of them at one time."""
     checkpoint_bytes: int
     """Weights and optimizer state of all ranks."""
+    host_bytes: int = 0
+    """Of host memory, beside a GPU: weights, gradients and optimizer state of this rank that are offloaded."""
 
     @property
     def peak_bytes(self) -> int:
@@ -63,10 +65,12 @@ def estimate(
         config, tokens=tokens, vocab_size=vocab_size, device=device, dtype=dtype, hopper=hopper
     )
     gradients, kept, shared = 4 * state.parameters, state.checkpoint_bytes, ways.shard != "none"
+    on_host = 0
     if shared:
         sharing = check_shard(ways.shard, ranks, elastic=True)  # others are refused elsewhere
-        on_device = config.run.offload != "optimizer"
-        gradients, kept = on_device * -(-gradients // sharing), on_device * -(-kept // sharing)
+        gradients, kept = -(-gradients // sharing), -(-kept // sharing)
+        if config.run.offload == "optimizer" and device.type == "cuda":  # elsewhere, the host's memory is the device's
+            gradients, kept, on_host = 0, 0, gradients + kept
         kept += _gathered_bytes(config, state.parameters, vocab_size=vocab_size, dtype=dtype)
     if dtype != torch.float32 and (ways.bitwise or not shared):  # autocast keeps the matrices that it has rounded
         activations += dtype.itemsize * (state.parameters - sum(_looked_up(config.model, vocab_size=vocab_size)))
@@ -74,7 +78,7 @@ def estimate(
         gradients *= 1 + rounds.bit_length()
     stay = rounds > 1 or (ranks > 1 and not shared)  # torch's DDP keeps them from step to step
     step = gradients + activations if stay else max(gradients, activations)
-    return Memory(state.parameters, kept, step, state.checkpoint_bytes)
+    return Memory(state.parameters, kept, step, state.checkpoint_bytes, on_host)
 
 
 def _activation_bytes(

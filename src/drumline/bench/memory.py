@@ -19,6 +19,7 @@ import psutil
 import torch
 
 from drumline.bench.estimates import estimate
+from drumline.bench.lighter import taken, ways
 from drumline.bench.workload import Workload
 from drumline.config import TrainConfig
 from drumline.data import BatchPlan
@@ -86,11 +87,25 @@ def limit_bytes(world: World) -> int:
         free, _ = torch.cuda.mem_get_info(world.device)
         own = torch.cuda.memory_reserved(world.device)
         return int(min(world.gather(_USABLE["cuda"] * (free + own))))
-    free = min(psutil.virtual_memory().available, room_in_container())
+    free = _free_here()
     host = socket.gethostname()
     ranks_here = world.gather(host).count(host)
     own = psutil.Process().memory_info().rss
     return int(min(world.gather(own + _USABLE["cpu"] * free / ranks_here)))
+
+
+def free_on_host(world: World) -> tuple[int, int]:
+    """(bytes of memory that are free, ranks that share them) on the host with the least for each of its ranks.
+
+    All ranks must call it.
+    """
+    hosts = world.gather([socket.gethostname(), _free_here()])
+    shared = [(int(free), sum(host == other for other, _ in hosts)) for host, free in hosts]
+    return min(shared, key=lambda each: each[0] / each[1])
+
+
+def _free_here() -> int:
+    return int(min(psutil.virtual_memory().available, room_in_container()))
 
 
 def estimated_bytes(config: TrainConfig, world: World, batch_size: int) -> int:
@@ -207,9 +222,10 @@ def search_batch_size(
     trials = find_batch_size(sizes, measure, limit_bytes=limit, foresee=foresee)
     fitting = [trial.batch_size for trial in trials if trial.fits]
     if not fitting:
+        less = taken(config, ways(config, ranks=world.size, device=world.device))
         raise ConfigError(
             f"{config.model.preset} does not fit with a single sequence: {limit / 1e9:.1f} GB of memory are free",
-            fix="choose a smaller --preset, or a shorter --context",
+            fix=f"choose a smaller --preset, or a shorter --context; `drumline train` needs less with {less}",
         )
     return Search(batch_size=max(fitting), global_batch_size=global_batch_size, limit_bytes=limit, trials=trials)
 
