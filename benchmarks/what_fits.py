@@ -8,6 +8,7 @@ In bfloat16 with AdamW, several GPUs with --shard full, without the Triton kerne
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -23,13 +24,13 @@ WAYS: tuple[tuple[Literal["none", "block"], Literal["none", "optimizer"]], ...] 
 """--activation_checkpointing and --offload."""
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--presets", nargs="+", default=["gpt2-xl", "llama-1b", "llama-3b", "llama-8b"])
     parser.add_argument("--gpus", nargs="+", type=int, default=[1, 2, 4, 8, 32])
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--batch_size", type=int, default=1)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     print(f"GB per GPU, {args.batch_size} x {args.context} tokens a micro-batch")
     print("| preset | parameters | " + " | ".join(str(gpus) for gpus in args.gpus) + " |")
     print("| --- | --- |" + " --- |" * len(args.gpus))

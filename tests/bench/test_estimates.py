@@ -1,5 +1,7 @@
 """Estimates of memory: what backward is really given, and what was measured on a GPU."""
 
+import argparse
+import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -183,3 +185,18 @@ def test_a_dry_run_says_what_offloading_takes_of_a_host(
     assert lines("--shard", "full", "--offload", "optimizer") == [said + "where 200.00 GB are free"]
     (two,) = lines("--shard", "full", "--offload", "optimizer", "--nnodes", "2", "--rdzv_endpoint", "h:1")
     assert two.startswith("host memory      about 64.24 GB")
+
+
+def test_what_is_published_to_fit_is_what_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).parents[2]
+    source = importlib.util.spec_from_file_location("what_fits", root / "benchmarks/what_fits.py")
+    assert source and source.loader
+    what_fits = importlib.util.module_from_spec(source)
+    source.loader.exec_module(what_fits)
+    what_fits.main([])
+    _, _, _, *rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 4 and set(rows) <= set((root / "docs/distributed.md").read_text(encoding="utf-8").splitlines())
+    args = argparse.Namespace(context=2048, batch_size=1)
+    assert what_fits.predicted("llama-3b", 4, "none", "none", args).peak_bytes < 24 * GIB
+    assert what_fits.predicted("llama-1b", 2, "none", "none", args).peak_bytes < 24 * GIB
+    assert what_fits.predicted("llama-8b", 8, "none", "none", args).peak_bytes < 40 * GB
