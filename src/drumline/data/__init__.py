@@ -13,7 +13,7 @@ from drumline.lazy import public
 if TYPE_CHECKING:
     from drumline.data.batches import Batches, BatchPlan, TokenBatches, mix, plan_batches, visits, window_batch
     from drumline.data.corpus import Corpus, Labelled, utf8_bytes
-    from drumline.data.of_run import with_token_facts
+    from drumline.data.of_run import check_samples, with_token_facts
     from drumline.data.opening import STORE, CheckedTokens, document_names, open_tokens, read_manifest, targets_file
     from drumline.data.other_sources import check_sources, data_note, source_files
     from drumline.data.preparing import Data, Prepared, Progress, ProgressCallback, Recipe, open_data, prepare

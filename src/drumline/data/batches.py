@@ -18,7 +18,6 @@ from torch import Tensor
 
 from drumline.config import SHORT_PARTS, BatchConfig
 from drumline.data.tokens import TokenFile
-from drumline.errors import ConfigError, DataError
 from drumline.lazy import room
 from drumline.units import counted
 
@@ -156,16 +155,10 @@ class TokenBatches:
     ) -> None:
         self.plan, self.tokens_per_item, self.items = plan, context, (len(tokens) - 1) // context
         self._tokens, self._context, self._seed = tokens, context, seed
-        if self.items < 1:
-            raise DataError(
-                f"{tokens.path} has {len(tokens)} tokens, too few for one sequence of {context} and its last target",
-                fix="train on more text, or lower --context",
-            )
-        if document_mask and tokens.end_of_text is None:
-            raise ConfigError(
-                f"--document_mask needs the end-of-text token, which {tokens.path} does not define",
-                fix="tokenize the text with drumline prepare, or drop --document_mask",
-            )
+        if self.items < 1 or (document_mask and tokens.end_of_text is None):
+            from drumline.data.opening import refuse_batches
+
+            refuse_batches(tokens, context)
         self._end_of_text = tokens.end_of_text if document_mask else None
 
     def micro_batch(self, step: int, index: int) -> tuple[Any, ...]:

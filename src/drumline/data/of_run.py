@@ -7,9 +7,10 @@ tokenized again, and then it must give the same tokens.
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from drumline.data.preparing import Data, Prepared, ProgressCallback, open_data
 from drumline.data.sources import Skipped, source_key
 from drumline.data.tokens import MANIFEST, Manifest, is_tokens
 from drumline.errors import ConfigError, DataError
-from drumline.files import RunFolder, origin, stored_config
+from drumline.files import RunFolder, origin, replace_text, stored_config
 from drumline.lazy import room
 from drumline.units import count
 
@@ -176,3 +177,36 @@ def _again(config: TrainConfig, folder: RunFolder, began: dict[str, Any], *, pro
             fix="bring back the old text or the tokens, or start a new run with another --run_dir",
         )
     return replace(made, note=f"; tokenized again, since the tokens are not in {was} any more")
+
+
+def check_samples(data: Data, folder: RunFolder, allow_change: Sequence[str]) -> None:
+    """Refuse files without hashes whose content is not what a run began with; what is not known yet is kept.
+
+    Another file may take the place of that for validation, and training data may be in another place.
+    """
+    began = origin(folder) or json.loads(data.origin())
+    known = began.get("samples")
+    known = known if isinstance(known, dict) else {}
+    for split, now in data.samples.items():
+        was = known.get(split)
+        same_file = split == "train" or (isinstance(was, dict) and was.get("path") == now["path"])
+        if isinstance(was, dict) and same_file and f"{split}_data_path" not in allow_change:
+            _refuse_other(split, was, now, folder)
+    if known != data.samples:
+        with suppress(OSError):  # a disk that is full or read-only ends no run
+            replace_text(folder.data, json.dumps(began | {"samples": known | data.samples}, indent=2) + "\n")
+
+
+def _refuse_other(split: str, was: dict[str, Any], now: dict[str, Any], folder: RunFolder) -> None:
+    if was.get("bytes") != now["bytes"]:
+        change = f"{was.get('bytes')} bytes then, {now['bytes']} bytes now"
+    elif was.get("crc32") != now["crc32"]:
+        change = f"still {now['bytes']} bytes, but other tokens: crc32 {was.get('crc32')} then, {now['crc32']} now"
+    else:
+        return
+    train = split == "train"
+    what, others = ("training", "") if train else ("validation", ", or accept it: --allow_change valid_data_path")
+    raise DataError(
+        f"the {what} data of {folder.path}, {now['path']}, are not those that it began with: {change}",
+        fix=f"bring back the file as it was{others}, or start a new run with another --run_dir",
+    )

@@ -35,7 +35,7 @@ from drumline.data.tokens import (
     split_files,
 )
 from drumline.errors import ConfigError, DataError
-from drumline.files import PartHashes, Parts, parts_file, verify
+from drumline.files import PartHashes, Parts, parts_file, sampled, verify
 from drumline.lazy import room
 
 UNFINISHED = re.compile(r".+\.partial-\w+-\d+")
@@ -93,7 +93,9 @@ def open_token_data(data: DataConfig, prepared: Prepared | None) -> Data:
     valid = None
     if valid_path is not None:
         valid = open_tokens(valid_path, split="valid", vocab_size=vocab_size, dtype=dtype)
-    return Data(train, valid, tokenizer, vocab_size, Skipped())
+    splits = (("train", train), ("valid", valid))
+    samples = {split: sampled(file.path) for split, file in splits if file is not None and file.sha256 is None}
+    return Data(train, valid, tokenizer, vocab_size, Skipped(), samples=samples)
 
 
 def _open_prepared(folder: Path, split: str, *, vocab_size: int | None) -> TokenFile:
@@ -244,6 +246,19 @@ def refuse_tokens_beside_text(data: DataConfig) -> NoReturn:
     raise ConfigError(
         f"train_data_path {data.train_data_path} is text, but valid_data_path {data.valid_data_path} is tokens",
         fix="use text for both, or tokens made by one `drumline prepare` for both",
+    )
+
+
+def refuse_batches(tokens: TokenFile, context: int) -> NoReturn:
+    """Of tokens that are too few for one sequence, or without the end-of-text token that --document_mask needs."""
+    if len(tokens) <= context:
+        raise DataError(
+            f"{tokens.path} has {len(tokens)} tokens, too few for one sequence of {context} and its last target",
+            fix="train on more text, or lower --context",
+        )
+    raise ConfigError(
+        f"--document_mask needs the end-of-text token, which {tokens.path} does not define",
+        fix="tokenize the text with drumline prepare, or drop --document_mask",
     )
 
 

@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -140,6 +140,8 @@ class Data:
     """What else users should know."""
     mix: Any = None
     """A `mixes.Mix`, if there are several sources; `train` and `valid` are then those of all, one after the other."""
+    samples: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By split, what tells a file that has no sha256 from others (`files.sampled`)."""
 
     def origin(self) -> str:
         """What data.json says: where the data are, and which, so that a run can be used from anywhere."""

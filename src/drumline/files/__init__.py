@@ -34,6 +34,6 @@ if TYPE_CHECKING:
     from drumline.files.stalls import stalled_share
     from drumline.files.streams import forget_stdout, open_closed_streams, stdout_is_unread
     from drumline.files.trust import CODE, DATA, STORE, check_code
-    from drumline.files.verified import LARGE_PART_BYTES, PartHashes, Parts, parts_file, verify, write_part_hashes
+    from drumline.files.verified import LARGE_PART_BYTES, PartHashes, Parts, hash_parts, parts_file, sampled, verify
 
 __getattr__, __dir__, __all__ = public(__name__, __file__)

@@ -85,9 +85,8 @@ class Lock:
         except OSError:
             if not path.exists():
                 raise
-            self.descriptor = os.open(
-                path, os.O_RDONLY | os.O_NOFOLLOW
-            )  # works on a file system that has become read-only
+            # Works on a file system that has become read-only.
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         # A forked child shares the lock, and would keep it after its parent's death.
         os.register_at_fork(after_in_child=self.close)
 

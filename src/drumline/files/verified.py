@@ -6,6 +6,8 @@ parts as a moment allows, and of every other part when it is first read.
 
 A large file has a file of such hashes beside it (NAME.crc32), written with it: it is never hashed as a whole, so that a
 terabyte is opened at once. Its parts are small, because windows are read from anywhere in it.
+
+A file of another program has no hashes: of it, a sample is kept and compared.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ parts_file = "{}.crc32".format
 """The name of the file that has the hashes of a large file's parts."""
 _START_S = 0.2
 _MOST_AT_START = 1000
+_SAMPLED = 16
+"""Parts in the sample of a file."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,23 @@ def _hashed(path: Path, sha256: str, *, otherwise: str) -> str:
             f"{path} is {otherwise}: sha256 {whole.hexdigest()[:12]}, but {sha256[:12]} in its manifest", fix=_fix(path)
         )
     return parts
+
+
+def sampled(path: Path) -> dict[str, Any]:
+    """What tells a file without hashes from others: its size, and a hash of all of it or, if it is large, of a sample.
+
+    The sample has a part from each sixteenth, at a place that depends on the size alone: it is the same on every host.
+    """
+    size, hashed = path.stat().st_size, 0
+    places: Sequence[int] = range(0, size, PART_BYTES)
+    if len(places) > _SAMPLED:
+        chosen = random.Random(size)
+        places = [int((part + chosen.random()) * (size - PART_BYTES) / _SAMPLED) for part in range(_SAMPLED)]
+    with path.open("rb") as file:
+        for place in places:
+            file.seek(place)
+            hashed = crc32(file.read(PART_BYTES), hashed)
+    return {"path": str(path.absolute()), "bytes": size, "crc32": f"{hashed:08x}"}
 
 
 class Parts:

@@ -47,9 +47,8 @@ def can_write(model: nn.Module, *, by_all: bool = False) -> bool:
     Sharded, only if all ranks compute each token.
     """
     known = inspect.signature(model.forward).parameters.get("targets")
-    return (by_all or not hasattr(model, "unshard")) and (
-        isinstance(model, GPT) or getattr(known, "default", 0) is None
-    )
+    says_so = isinstance(model, GPT) or getattr(known, "default", 0) is None
+    return says_so and (by_all or not hasattr(model, "unshard"))
 
 
 def generate(

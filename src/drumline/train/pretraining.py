@@ -184,6 +184,10 @@ def _open_records(config: TrainConfig, folder: RunFolder, data: Data, world: Wor
     """Rank 0 writes the run's files and prints; the other ranks are silent."""
     if not world.is_rank0:
         return Records([], log=None, silent=True)
+    if data.samples:
+        from drumline.data import check_samples
+
+        check_samples(data, folder, config.run.allow_change)
     records = Records([JsonlSink(folder.metrics)], log=folder.log)
     if any((config.records.tensorboard, config.records.use_wandb, config.records.sink)) or config.batch.epochs:
         from drumline.train.advice import add_to

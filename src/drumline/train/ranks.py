@@ -34,6 +34,7 @@ def agree(world: World, config: TrainConfig, data: Data, model: nn.Module | None
     origins = {
         "tokenizer": data.tokenizer.sha256 if data.tokenizer else None,
         "valid_data": data.valid and (data.valid.sha256 or len(data.valid)),
+        "samples of the data": {split: sample["crc32"] for split, sample in data.samples.items()},
         "initial weights": model and weights_sha256(model),
     }
     compare(world, {**versions(), **settings(config), **facts, **origins})
