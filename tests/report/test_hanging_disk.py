@@ -1,17 +1,21 @@
-"""Whole runs on a disk that hangs, or is slow: no step waits for it, and what it answers to is written."""
+"""Whole runs on a disk or a console that hangs, or is slow: no step waits for it, and what it answers to is written."""
 
+import fcntl
 import json
 import os
+import re
 import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from helpers.ranks import run_ranks
 from helpers.small import small
-from helpers.warm import piped
+from helpers.warm import Warm, piped
 
 from drumline.errors import EXIT_FAILED
 from drumline.files.run_folder import RunFolder
@@ -141,3 +145,56 @@ def test_however_a_run_ends_its_last_line_is_on_a_disk_that_is_slow(here: Path, 
     assert status["state"] == {0: "finished", EXIT_FAILED: "failed", 75: "stopped"}[code]
     assert [line for line in folder.log.read_text().splitlines() if "| loss" in line] == shown
     assert "lacks" not in said.text
+
+
+@contextmanager
+def unread(code: str, *words: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """A process whose stdout is a pipe that nobody reads and that is soon full, and the end to read."""
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    with Warm([sys.executable, "-c", code, *words], stdout=writer, stderr=subprocess.PIPE) as process:
+        os.close(writer)
+        try:
+            yield process, reader
+        finally:
+            process.kill()
+            os.close(reader)
+
+
+HURRIED = """
+import sys
+sys.stdout = open(1, "w", closefd=False)  # buffered: a thread that hangs in a write has its lock
+from drumline.report import records
+records._PATIENCE_S, records._SOON_S = 0.5, 0.1
+from drumline.cli.app import main
+main()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_console_that_nobody_reads_holds_up_no_step_and_has_every_line_once_it_is_read(
+    here: Path, ranks: int
+) -> None:
+    flags = [*FLAGS, "--nproc", str(ranks)] if ranks > 1 else FLAGS
+    with unread("from drumline.cli.app import main; main()", "train", *flags) as (process, reader):
+        deadline, folder = time.monotonic() + TIMEOUT_S, RunFolder(here / "run")
+        while folder.read_status().get("state") != "finished" or not folder.log.read_text().count("\nfinished: "):
+            assert process.poll() is None and time.monotonic() < deadline, read_metrics(folder.metrics)[-1:]
+            time.sleep(0.01)
+        said = b""
+        while part := os.read(reader, 1 << 16):
+            said += part
+        assert process.wait(TIMEOUT_S) == 0 and process.stderr is not None and process.stderr.read() == b""
+    assert said.decode() == folder.log.read_text() and said.count(b"| loss ") == STEPS
+    assert b"lacks" not in said and b"restarting" not in said
+    assert [r["step"] for r in read_metrics(folder.metrics) if "loss" in r] == [*range(1, STEPS + 1)]
+
+
+def test_a_console_that_is_never_read_ends_no_run_and_the_log_says_what_it_lacks(here: Path) -> None:
+    with unread(HURRIED, "train", *FLAGS) as (process, reader):
+        assert process.wait(TIMEOUT_S) == 0
+        folder, said = RunFolder(here / "run"), os.read(reader, 1 << 16)
+    log = folder.log.read_text()
+    lacks = re.search(r"warning: the console lacks (\d+) lines that could not be written", log)
+    assert lacks and log.encode().startswith(said) and 0 < said.count(b"| loss ") < STEPS
+    assert folder.read_status()["state"] == "finished" and folder.report.exists()

@@ -86,9 +86,9 @@ def recorded(paths: Iterable[Path]) -> dict[str, FileRecord]:
     """Flush finished files to disk, large ones with the hashes of their parts; manifest entries by name."""
     paths = list(paths)
     if large := [path for path in paths if path.suffix != ".json" and path.stat().st_size >= LARGE_BYTES]:
-        from drumline.files import write_part_hashes
+        from drumline.files import hash_parts
 
-        paths += map(write_part_hashes, large)
+        paths += map(hash_parts, large)
     for path in paths:
         flush(path)
     return {path.name: FileRecord(path.stat().st_size, file_sha256(path)) for path in paths}

@@ -31,8 +31,11 @@ def stdout_is_unread() -> bool:
 
 
 def forget_stdout() -> None:
-    """Discard what stdout did not accept: Python's final flush would make a successful run exit with 120."""
+    """Discard what stdout did not accept: Python's final flush would make a successful run exit with 120.
+
+    A thread that still hangs in a write keeps the old stdout for itself, and whoever flushes that would wait for it.
+    """
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        sys.stdout = sys.__stdout__ = open(nowhere, "w", encoding="utf-8")  # type: ignore[misc]  # noqa: SIM115

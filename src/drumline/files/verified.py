@@ -55,7 +55,7 @@ class PartHashes:
         return crc32(part) == int(self.crc32s[number])
 
 
-def write_part_hashes(path: Path) -> Path:
+def hash_parts(path: Path) -> Path:
     """Write the hashes of a large file's parts, little-endian uint32, to a file beside it; returns that file."""
     hashes = bytearray()
     with path.open("rb", buffering=LARGE_PART_BYTES * 64) as file:

@@ -3,7 +3,7 @@
 metrics.jsonl is what plots are made from; everything else shows the same records in another form. A sink has
 write(record) and close(); if it fails, it is disabled with a warning and the run continues. The same goes for a disk
 that is full, read-only or unreachable, and for a closed console: this is reported once, where possible, and retried.
-All but the console is written by threads (writer.py), so that no step waits for it.
+All of it is written by threads (writer.py), so that no step waits for a disk, a pipe or a terminal.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Sink(Protocol):
 
 
 class Records:
-    """Passes each record to every sink, and messages to those that show them; only the console is waited for."""
+    """Passes each record to every sink, and messages to those that show them; nothing is waited for before the end."""
 
     formats = FORMATS
 
@@ -64,6 +64,7 @@ class Records:
         self._silent, self._total_steps = silent, 0
         self._bar: TrainingBar | None = None
         self._writers: dict[str, Writer] = {}
+        self._console = Writer(_CONSOLE, self.say)
         self._order = threading.RLock()  # console and log have the same lines in the same order
 
     def write(self, record: Record) -> None:
@@ -90,7 +91,8 @@ class Records:
     def say(self, message: str) -> None:
         """Print a message: console and train.log."""
         with self._order:
-            self.attempt(_CONSOLE, partial(self._show, message))
+            if not self._silent:
+                self._console.put(partial(self._show, self._bar, message))
             if self._log is not None:
                 self.later(str(self._log.path), partial(self._log.append, message))
 
@@ -118,12 +120,13 @@ class Records:
         if sys.stdout.isatty() and not self._silent:
             from drumline.report.bars import TrainingBar
 
+            self._console.settle(_SOON_S)  # what was said before stands above the bar
             self._bar = TrainingBar(total_steps)
         try:
             yield
         finally:
             if self._bar is not None:
-                self._bar.stop()
+                self._console.put(self._bar.stop)
                 self._bar = None
 
     def close(self) -> None:
@@ -131,11 +134,14 @@ class Records:
         for sink in [each for each in self.sinks if not isinstance(each, JsonlSink)]:
             self.later(_name(sink), partial(self._give, sink, sink.close))
         self.flush(patient=is_written)
-        self._log = None
-        for what, writer in list(self._writers.items()):
-            if lines := writer.settle(0):
+        unwritten = {_CONSOLE: self._console.settle(_PATIENCE_S)}
+        unwritten |= {what: writer.settle(0) for what, writer in self._writers.items()}
+        for what, lines in unwritten.items():
+            if lines:
                 self.say(f"warning: {what} lacks {lines:,} lines that could not be written")
-        if self._writer(_CONSOLE).fails:
+        self.flush()
+        self._log = None
+        if self._console.settle(_SOON_S) or self._console.fails:
             from drumline.files import forget_stdout
 
             forget_stdout()
@@ -154,18 +160,18 @@ class Records:
             self.sinks.remove(sink)
             self.say(f"warning: {_name(sink)} failed and is disabled ({type(error).__name__}: {error})")
 
-    def _show(self, text: str) -> None:
+    def _show(self, bar: TrainingBar | None, text: str) -> None:
         try:
-            if (bar := self._bar) is not None:
+            if bar is not None:
                 bar.print(text)
-            elif not self._silent:
-                print(text, flush=True)
+            else:
+                print(f"{text}\n", end="", file=sys.stdout, flush=True)
         except (OSError, ValueError) as error:  # ValueError: closed, or an encoding without this character
             if bar is not None:
                 bar.stop()
-            if not self._writer(_CONSOLE).fails:
+            if not self._console.fails:
                 to_stderr(f"warning: cannot write to the console ({error})")
-            raise OSError(str(error)) from error
+            raise RuntimeError(str(error)) from error  # no OSError: what a console has refused is not tried again
 
 
 def timed(record: Record) -> Record:
