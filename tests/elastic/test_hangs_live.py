@@ -56,10 +56,10 @@ class Data:
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(4, 1)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     def forward(self, inputs):
         faults.at("model loop", "stopped", "_exit")
-        return self.layer(inputs)
+        return self.layers[1](self.layers[0](inputs))[:, :1]
 
 class Optimizer(torch.optim.SGD):
     def step(self, closure=None):
@@ -71,7 +71,8 @@ def work():
     global faults
     faults, model = Faults(), Model()
     optimizer = Optimizer(model.parameters(), lr=1e-4)
-    trainer = Trainer(model, Data(), optimizer, loss=nn.MSELoss(), batch_size=2, run_dir="run", device="cpu")
+    more = dict(batch_size=2, run_dir="run", device="cpu", shard={shard!r})
+    trainer = Trainer(model, Data(), optimizer, loss=nn.MSELoss(), **more)
     trainer.fit(total_steps=200, log_every=100, save_every=5)
 
 if __name__ == "__main__":
@@ -79,18 +80,25 @@ if __name__ == "__main__":
 """
 
 
+def ended(where: Path, *faults: str, shard: str = "none") -> str:
+    """What a run with these faults says of them."""
+    (where / "work.py").write_text(WORK.format(faults=faults, shard=shard))
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    done = run_warm([sys.executable, "work.py"], cwd=where, env=clean, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_a_sharded_run_names_the_rank_that_stands_still_and_what_the_others_wait_for(tmp_path: Path) -> None:
+    err = ended(tmp_path, "model loop", shard="full")
+    stuck = r"rank 1 on \S+ \(process \d+\) was without progress for \d+ s in compute at step \d+, in loop_for_ever .*"
+    waits = r"\nrank 0 \(process \d+\) waits in the weights of the other ranks at step "
+    assert re.search(stuck + "restart.*" + waits, err), err
+
+
 @pytest.mark.long
 def test_each_way_to_stand_still_or_leave_is_named_and_the_run_goes_on_to_its_end(tmp_path: Path) -> None:
-    (tmp_path / "work.py").write_text(WORK.format(faults=FAULTS))
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-    done = run_warm(
-        [sys.executable, "work.py"],
-        cwd=tmp_path,
-        env=clean,
-        timeout=TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stderr
-    err = done.stderr
+    err = ended(tmp_path, *FAULTS)
     waits = r"\nrank 0 \(process \d+\) waits in the sum of the gradients at step "
     rank_1 = r"rank 1 on \S+ \(process \d+\) "
     for report in (

@@ -81,10 +81,15 @@ def losses(run: Path) -> list[float]:
     return [record["loss"] for record in read_metrics(run / "metrics.jsonl") if "loss" in record]
 
 
-@pytest.mark.parametrize("name", [name for name in LAUNCHES if name != "drumline"])
-def test_every_launch_trains_the_same_curve(reference: tuple[Path, list[float]], name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [*((name, ()) for name in LAUNCHES if name != "drumline"), ("torchrun --standalone", ("--shard", "full"))],
+)
+def test_every_launch_trains_the_same_curve(
+    reference: tuple[Path, list[float]], name: str, more: tuple[str, ...], tmp_path: Path
+) -> None:
     where, expected = reference
-    process = start([*LAUNCHES[name], *FLAGS, "--run_dir", str(tmp_path / "run")], where)
+    process = start([*LAUNCHES[name], *FLAGS, *more, "--run_dir", str(tmp_path / "run")], where)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     assert losses(tmp_path / "run") == pytest.approx(expected, rel=1e-5)
