@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
+from drumline.cli.app import run_command
 from drumline.errors import CheckpointError, ConfigError, TrainingError
 from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
@@ -73,6 +74,19 @@ def test_a_run_stopped_anywhere_and_resumed_ends_with_the_same_bits(tmp_path: Pa
         assert part.weights_sha256 != whole.weights_sha256
         rest = make(tmp_path / f"stop{stop}").fit(total_steps=20)
         assert rest.weights_sha256 == whole.weights_sha256
+
+
+def test_an_exported_checkpoint_is_given_to_the_script_as_the_export_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = make(Path("whole")).fit(total_steps=20)
+    make(Path("run")).fit(total_steps=6)
+    capsys.readouterr()
+    assert run_command(["checkpoint", "export", "run", "--out", "six.pt"]) == 0
+    said = "to resume from it, in the script: Trainer(..., resume_from='six.pt')"
+    assert capsys.readouterr().out.splitlines()[-1] == said
+    assert make(Path("again"), resume_from="six.pt").fit(total_steps=20).weights_sha256 == whole.weights_sha256
 
 
 def test_random_draws_depend_on_the_step_and_not_on_what_happened_before(tmp_path: Path) -> None:

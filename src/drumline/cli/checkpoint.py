@@ -79,6 +79,7 @@ def export(
         Overwrite an existing file.
     """
     from drumline.checkpoint import export_checkpoint
+    from drumline.files import RunFolder
     from drumline.report import command, print_line
     from drumline.units import count
 
@@ -86,7 +87,10 @@ def export(
     for problem in damaged:
         print_line(f"warning: {problem}; using {chosen.path.name} instead")
     print_line(f"wrote {file}: step {chosen.step:,}, {count(file.stat().st_size)}B")
-    print_line(f"to resume from it:\n  {command('train', '--run_dir', run, '--resume_from', file)}")
+    if RunFolder(run).trainer.exists():
+        print_line(f"to resume from it, in the script: Trainer(..., resume_from={str(file)!r})")
+    else:
+        print_line(f"to resume from it:\n  {command('train', '--run_dir', run, '--resume_from', file)}")
     return 0
 
 
