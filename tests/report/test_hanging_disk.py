@@ -89,14 +89,21 @@ def train_without_metrics() -> int:
     from drumline.cli.app import run_command
     from drumline.report import records
 
+    hold = RunFolder.hold
+
+    @contextmanager
+    def holding(folder: RunFolder) -> Iterator[None]:
+        with hold(folder):
+            os.mkfifo(folder.metrics)  # not before: a folder that has a pipe is refused
+            yield
+
+    RunFolder.hold = holding  # type: ignore[method-assign, assignment]
     records._PATIENCE_S, records._SOON_S = 1.0, 0.2
     return run_command(["train", *FLAGS])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_disk_that_never_answers_ends_no_run_and_what_is_lost_is_told(here: Path, ranks: int) -> None:
-    (here / "run").mkdir()
-    os.mkfifo(here / "run/metrics.jsonl")
     outcomes = run_ranks(train_without_metrics, [() for _ in range(ranks)])
     assert [outcome.code for outcome in outcomes] == [0] * ranks, outcomes
     said, folder = outcomes[0].out, RunFolder(here / "run")

@@ -337,6 +337,7 @@ def test_a_terminal_shows_a_progress_bar_and_a_pipe_plain_lines(tmp_path: Path) 
         "records = Records([], log=None)\n"
         "with records.showing_progress(3):\n"
         "    records.write({'step': 2, 'loss': 1.5})\n"
+        "records.close()\n"
     )
     line = "step  2/3 | loss 1.5000"
     piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
