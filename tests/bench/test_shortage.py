@@ -49,12 +49,7 @@ def test_a_model_that_does_not_fit_at_all_is_refused_with_what_to_make_smaller(
     huge = (
         "--doctor",
         "off",
-        "--n_layers",
-        "1000",
-        "--d_model",
-        "65536",
-        "--d_ff",
-        "262144",
+        *("--n_layers", "4", "--d_model", str(1 << 20), "--d_ff", str(1 << 22)),
         "--train_data_path",
         "text",
     )

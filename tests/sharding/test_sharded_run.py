@@ -52,8 +52,8 @@ MODERN = "--preset modern-tiny --recipe modern"
 
 
 @pytest.mark.long
-def test_one_to_six_ranks_have_the_same_bits(here: Path) -> None:
-    runs = [(1, "none"), (2, "full"), (4, "full"), (5, "full"), (6, "2"), (6, "3")]
+def test_five_and_six_ranks_have_the_bits_of_one(here: Path) -> None:  # two to four: below
+    runs = [(1, "none"), (5, "full"), (6, "2")]
     for size, shard in runs:
         train(size, f"{size}-{shard}", "--shard", shard, "--bitwise", "--grad_clip", "0.9")
     assert len({sha256(f"{size}-{shard}") for size, shard in runs}) == 1
@@ -61,7 +61,7 @@ def test_one_to_six_ranks_have_the_same_bits(here: Path) -> None:
 
 @pytest.mark.parametrize("more", ["--preset modern-tiny --recipe portable --n_kv_heads 1", MODERN])
 def test_bitwise_gives_the_same_bits_at_any_sharding(here: Path, more: str) -> None:
-    runs = [(1, "none"), (1, "full"), (3, "host"), (4, "2")]
+    runs = [(1, "none"), (1, "full"), (2, "full"), (3, "host"), (4, "2")]
     for size, shard in runs:
         train(size, f"{size}-{shard}", "--shard", shard, "--bitwise", "--grad_clip", "0.9", *more.split())
     assert len({sha256(f"{size}-{shard}") for size, shard in runs}) == 1
