@@ -4,6 +4,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.ranks import run_ranks
@@ -24,7 +25,7 @@ LOADED = ("drumline.sharding.step", "drumline.checkpoint.restoring", "torch.dist
 """Programs are no weights."""
 FLAGS = small(
     *[str(word) for pair in LARGE.items() for word in pair],
-    *"--recipe classic --train_data_path text --run_dir run --shard full --batch_size 1 --global_batch_size 4".split(),
+    *"--recipe classic --train_data_path tokens.bin --run_dir run --shard full --batch_size 1 --global_batch_size 4".split(),
 )
 
 
@@ -61,6 +62,8 @@ def grown(*flags: str) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 def test_no_rank_ever_has_the_memory_of_the_whole_model_or_state(here: Path) -> None:
+    # Tokens without a tokenizer: a sample at the end would take longer than all else.
+    np.random.default_rng(0).integers(300, size=4096, dtype=np.uint16).tofile("tokens.bin")
     weights, saved, state = (each * PARAMETERS for each in (4, 12, 16))
     new = grown("--total_steps", "1")
     resumed = grown("--total_steps", "2", "--allow_change", "total_steps")

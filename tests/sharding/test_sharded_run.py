@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from helpers.ranks import TIMEOUT_S, train_ranks
 from helpers.small import small
@@ -13,8 +14,17 @@ from drumline.files.run_folder import RunFolder
 from drumline.report.records import read_metrics
 
 # Seven micro-batches of two: no number of ranks from 2 to 4 divides them evenly.
-DATA = "--train_data_path text --batch_size 2 --global_batch_size 14 --dropout 0.2 --eval_every 3 --n_layers 2".split()
-FLAGS = small(*DATA, "--recipe", "classic")
+DATA = "--train_data_path train.bin --valid_data_path valid.bin".split()
+MORE = "--batch_size 2 --global_batch_size 14 --dropout 0.2 --eval_every 3 --n_layers 2".split()
+FLAGS = small(*DATA, *MORE, "--recipe", "classic")
+
+
+@pytest.fixture(autouse=True)
+def tokens(here: Path) -> None:
+    """Without a tokenizer: a sample at the end of each run would take longer than the run."""
+    draw = np.random.default_rng(0)
+    for name in ("train.bin", "valid.bin"):
+        draw.integers(60, size=4096, dtype=np.uint16).tofile(name)
 
 
 def train(size: int, run: str, *flags: str) -> None:
@@ -55,7 +65,7 @@ MODERN = "--preset modern-tiny --recipe modern"
 def test_five_and_six_ranks_have_the_bits_of_one(here: Path) -> None:  # two to four: below
     runs = [(1, "none"), (5, "full"), (6, "2")]
     for size, shard in runs:
-        train(size, f"{size}-{shard}", "--shard", shard, "--bitwise", "--grad_clip", "0.9")
+        train(size, f"{size}-{shard}", "--shard", shard, "--bitwise", "--grad_clip", "0.3")
     assert len({sha256(f"{size}-{shard}") for size, shard in runs}) == 1
 
 
@@ -63,10 +73,10 @@ def test_five_and_six_ranks_have_the_bits_of_one(here: Path) -> None:  # two to 
 def test_bitwise_gives_the_same_bits_at_any_sharding(here: Path, more: str) -> None:
     runs = [(1, "none"), (1, "full"), (2, "full"), (3, "host"), (4, "2")]
     for size, shard in runs:
-        train(size, f"{size}-{shard}", "--shard", shard, "--bitwise", "--grad_clip", "0.9", *more.split())
+        train(size, f"{size}-{shard}", "--shard", shard, "--bitwise", "--grad_clip", "0.3", *more.split())
     assert len({sha256(f"{size}-{shard}") for size, shard in runs}) == 1
     assert losses("1-none", "grad_norm") == losses("4-2", "grad_norm")
-    assert max(losses("1-none", "grad_norm")) > 0.9  # clipped
+    assert max(losses("1-none", "grad_norm")) > 0.3  # clipped
 
 
 @pytest.mark.parametrize(
