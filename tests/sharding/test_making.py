@@ -25,7 +25,8 @@ LOADED = ("drumline.sharding.step", "drumline.checkpoint.restoring", "torch.dist
 """Programs are no weights."""
 FLAGS = small(
     *[str(word) for pair in LARGE.items() for word in pair],
-    *"--recipe classic --train_data_path tokens.bin --run_dir run --shard full --batch_size 1 --global_batch_size 4".split(),
+    *"--recipe classic --train_data_path tokens.bin --run_dir run --shard full".split(),
+    *"--batch_size 1 --global_batch_size 4".split(),
 )
 
 
