@@ -36,6 +36,17 @@ def delete() -> None:
         shutil.rmtree("run", ignore_errors=True)
 
 
+def until(process: subprocess.Popen[str], text: str) -> str:
+    """What the run has said up to the line that has this."""
+    assert process.stdout is not None
+    said = ""
+    while text not in said:
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    return said
+
+
 def goes_on(*flags: str) -> None:
     """The same command again finishes the run as if nothing had happened."""
     again = run_warm([sys.executable, "-m", "drumline", "train", *FLAGS, *flags], timeout=TIMEOUT_S)
@@ -109,12 +120,7 @@ def test_two_ranks_whose_folder_is_deleted_end_with_one_error(here: Path, step: 
     with piped(["-m", "drumline", "train", *flags]) as process:
         family: list[psutil.Process] = []
         try:
-            assert process.stdout is not None
-            said = ""
-            while f"step {step:>4}/400" not in said:
-                line = process.stdout.readline()
-                assert line, said
-                said += line
+            said = until(process, f"step {step:>4}/400")
             family = psutil.Process(process.pid).children(recursive=True)
             subprocess.run(["rm", "-rf", "run"], check=False, capture_output=True)  # others write there at this time
             said += process.communicate(timeout=TIMEOUT_S)[0]
@@ -134,12 +140,7 @@ def test_a_folder_deleted_before_a_rank_is_killed_costs_the_steps_since_the_snap
     flags = [*FLAGS, "--total_steps", "400", "--save_every", "5000", "--snapshot_every", "10", "--nproc", "2"]
     with piped(["-m", "drumline", "train", *flags]) as process:
         try:
-            assert process.stdout is not None
-            said = ""
-            while "step  150/400" not in said:
-                line = process.stdout.readline()
-                assert line, said
-                said += line
+            said = until(process, "step  150/400")
             delete()
             os.kill(rank_process(process.pid, 1).pid, signal.SIGKILL)
             said += process.communicate(timeout=TIMEOUT_S)[0]
