@@ -23,12 +23,13 @@ from matplotlib import image
 from drumline.bench import bench, ceilings, workload
 from drumline.bench import memory as bench_memory
 from drumline.bench.config import BenchConfig
-from drumline.bench.memory import find_batch_size, peak_memory, try_out
+from drumline.bench.memory import find_batch_size, peak_memory, search_batch_size, try_out
 from drumline.bench.plots import plot_bench
 from drumline.bench.workload import PARTS
 from drumline.cli.app import run_command
+from drumline.config import ModelSettings, RunConfig, TrainConfig
 from drumline.data.batches import BatchPlan
-from drumline.errors import EXIT_INTERRUPTED
+from drumline.errors import EXIT_INTERRUPTED, ConfigError
 from drumline.model.gpt import GPT
 from drumline.parallel.world import Place, World
 
@@ -376,3 +377,20 @@ def test_ctrl_c_ends_all_of_it_at_once_and_in_order(ranks: list[str], tmp_path: 
     assert err == "error: interrupted\n  fix: run the same command again\n"
     assert list(tmp_path.iterdir()) == []
     wait_until_gone(children)
+
+
+@pytest.mark.parametrize(
+    ("how", "end"),
+    [
+        ("none", "a shorter --context; `drumline train` needs less with --activation_checkpointing block"),
+        ("block", "a shorter --context"),
+    ],
+)
+def test_a_preset_of_which_no_sequence_fits_is_refused_with_the_flags_that_are_left(
+    monkeypatch: pytest.MonkeyPatch, how: Any, end: str
+) -> None:
+    monkeypatch.setattr(bench_memory, "find_batch_size", lambda *sizes, **more: [])
+    config = TrainConfig(model=ModelSettings(preset="tiny"), run=RunConfig(activation_checkpointing=how))
+    with pytest.raises(ConfigError, match="tiny does not fit with a single sequence") as raised:
+        search_batch_size(config, World(Place(), torch.device("cpu")), global_batch_size=4, say=print)
+    assert raised.value.fix.endswith(end), raised.value.fix

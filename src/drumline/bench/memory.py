@@ -222,10 +222,11 @@ def search_batch_size(
     trials = find_batch_size(sizes, measure, limit_bytes=limit, foresee=foresee)
     fitting = [trial.batch_size for trial in trials if trial.fits]
     if not fitting:
-        less = taken(config, ways(config, ranks=world.size, device=world.device))
+        less = str(taken(config, ways(config, ranks=world.size, device=world.device)))
         raise ConfigError(
             f"{config.model.preset} does not fit with a single sequence: {limit / 1e9:.1f} GB of memory are free",
-            fix=f"choose a smaller --preset, or a shorter --context; `drumline train` needs less with {less}",
+            fix="choose a smaller --preset, or a shorter --context"
+            + (f"; `drumline train` needs less with {less}" if less else ""),
         )
     return Search(batch_size=max(fitting), global_batch_size=global_batch_size, limit_bytes=limit, trials=trials)
 
